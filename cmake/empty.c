@@ -1,0 +1,2 @@
+/* A folder without sources yet still makes a library. */
+typedef int ith_empty_module;

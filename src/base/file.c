@@ -1,0 +1,380 @@
+/* file.c - files and directories over POSIX calls.
+ * Invariants: 1. every read and write passes ith_fault_hit. 2. A writer never touches its final
+ * path before commit. 3. No descriptor or temporary file survives abort. */
+#include "base/file.h"
+
+#include "base/checked.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define WRITER_BUFFER_BYTES ((int64_t)1 << 20)
+
+static ith_status io_fail(ith_error *err, const char *path, const char *what)
+{
+    return ith_fail(err, ITH_ERR_IO, "%s: %s: %s", path, what, strerror(errno));
+}
+
+bool ith_path_exists(const char *path)
+{
+    struct stat st;
+    return stat(path, &st) == 0;
+}
+
+bool ith_path_is_dir(const char *path)
+{
+    struct stat st;
+    return stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+}
+
+void ith_path_join(ith_buf *buf, const char *dir, const char *name)
+{
+    ith_buf_clear(buf);
+    if (name[0] != '/' && dir[0]) {
+        ith_buf_puts(buf, dir);
+        if (dir[strlen(dir) - 1] != '/')
+            ith_buf_putc(buf, '/');
+    }
+    ith_buf_puts(buf, name);
+}
+
+const char *ith_path_base(const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+ith_status ith_make_dirs(const char *path, ith_error *err)
+{
+    char *copy = ith_strndup(path, (int64_t)strlen(path));
+    if (!copy)
+        return ith_fail(err, ITH_ERR_MEMORY, "%s: out of memory", path);
+    ith_status status = ITH_OK;
+    for (char *p = copy + 1; status == ITH_OK; p++) {
+        if (*p != '/' && *p != '\0')
+            continue;
+        char saved = *p;
+        *p = '\0';
+        if (mkdir(copy, 0777) != 0 && !(errno == EEXIST && ith_path_is_dir(copy)))
+            status = io_fail(err, copy, "cannot create directory");
+        *p = saved;
+        if (saved == '\0')
+            break;
+    }
+    ith_free(copy);
+    return status;
+}
+
+static int compare_names(const void *a, const void *b)
+{
+    return strcmp(*(char *const *)a, *(char *const *)b);
+}
+
+void ith_names_free(ith_names *names)
+{
+    for (int64_t i = 0; i < names->count; i++)
+        ith_free(names->names[i]);
+    ith_free(names->names);
+    names->names = NULL;
+    names->count = 0;
+}
+
+ith_status ith_list_dir(const char *path, ith_names *out, ith_error *err)
+{
+    DIR *dir = opendir(path);
+    if (!dir)
+        return io_fail(err, path, "cannot open directory");
+    ith_names names = {NULL, 0};
+    int64_t cap = 0;
+    ith_status status = ITH_OK;
+    for (struct dirent *entry; status == ITH_OK && (entry = readdir(dir));) {
+        if (strcmp(entry->d_name, ".") == 0 || strcmp(entry->d_name, "..") == 0)
+            continue;
+        status =
+            ith_grow((void **)&names.names, &cap, names.count + 1, sizeof(char *), "names", err);
+        if (status != ITH_OK)
+            break;
+        names.names[names.count] = ith_strndup(entry->d_name, (int64_t)strlen(entry->d_name));
+        if (!names.names[names.count])
+            status = ith_fail(err, ITH_ERR_MEMORY, "%s: out of memory", path);
+        else
+            names.count++;
+    }
+    closedir(dir);
+    if (status != ITH_OK) {
+        ith_names_free(&names);
+        return status;
+    }
+    if (names.count)
+        qsort(names.names, (size_t)names.count, sizeof(char *), compare_names);
+    *out = names;
+    return ITH_OK;
+}
+
+/* Depth is bounded by the path length limit of the system. */
+ith_status ith_remove_tree(const char *path, ith_error *err)
+{
+    struct stat st;
+    if (lstat(path, &st) != 0)
+        return errno == ENOENT ? ITH_OK : io_fail(err, path, "cannot stat");
+    if (!S_ISDIR(st.st_mode))
+        return unlink(path) == 0 ? ITH_OK : io_fail(err, path, "cannot remove");
+    ith_names names;
+    ITH_TRY(ith_list_dir(path, &names, err));
+    ith_buf child = {0};
+    ith_status status = ITH_OK;
+    for (int64_t i = 0; i < names.count && status == ITH_OK; i++) {
+        ith_path_join(&child, path, names.names[i]);
+        status = ith_buf_check(&child, path, err);
+        if (status == ITH_OK)
+            status = ith_remove_tree(child.data, err);
+    }
+    ith_buf_deinit(&child);
+    ith_names_free(&names);
+    if (status == ITH_OK && rmdir(path) != 0)
+        status = io_fail(err, path, "cannot remove directory");
+    return status;
+}
+
+ith_status ith_file_stat(const char *path, int64_t *size, int64_t *mtime_ns, ith_error *err)
+{
+    struct stat st;
+    if (stat(path, &st) != 0)
+        return io_fail(err, path, "cannot stat");
+    if (size)
+        *size = st.st_size;
+    if (mtime_ns)
+        *mtime_ns = (int64_t)st.st_mtim.tv_sec * 1000000000 + st.st_mtim.tv_nsec;
+    return ITH_OK;
+}
+
+/* open(2) for reading; refuses directories. */
+static ith_status open_read(const char *path, int *out_fd, int64_t *out_size, ith_error *err)
+{
+    int fd = ith_fault_hit(ITH_FAULT_READ) ? (errno = EIO, -1) : open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return io_fail(err, path, "cannot open");
+    struct stat st;
+    if (fstat(fd, &st) != 0 || S_ISDIR(st.st_mode)) {
+        if (S_ISDIR(st.st_mode))
+            errno = EISDIR;
+        ith_status status = io_fail(err, path, "cannot read");
+        close(fd);
+        return status;
+    }
+    *out_fd = fd;
+    *out_size = st.st_size;
+    return ITH_OK;
+}
+
+ith_status ith_read_file(const char *path, int64_t max_bytes, ith_buf *buf, ith_error *err)
+{
+    int fd = -1;
+    int64_t size = 0, total = 0;
+    ITH_TRY(open_read(path, &fd, &size, err));
+    ith_status status = ITH_OK;
+    char *chunk = NULL;
+    ITH_TRY_OUT(ith_alloc((void **)&chunk, 65536, path, err));
+    for (;;) {
+        ssize_t got = ith_fault_hit(ITH_FAULT_READ) ? (errno = EIO, -1) : read(fd, chunk, 65536);
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0) {
+            status = io_fail(err, path, "cannot read");
+            goto out;
+        }
+        if (got == 0)
+            break;
+        total += got;
+        if (max_bytes && total > max_bytes) {
+            status = ith_fail(err, ITH_ERR_FORMAT, "%s: larger than %lld bytes", path,
+                              (long long)max_bytes);
+            goto out;
+        }
+        ith_buf_append(buf, chunk, got);
+    }
+    ith_buf_append(buf, "", 0);
+    status = ith_buf_check(buf, path, err);
+out:
+    ith_free(chunk);
+    close(fd);
+    return status;
+}
+
+ith_status ith_map_open(ith_map *map, const char *path, ith_error *err)
+{
+    int fd = -1;
+    int64_t size = 0;
+    ITH_TRY(open_read(path, &fd, &size, err));
+    void *data = NULL;
+    if (size > 0) {
+        data = ith_fault_hit(ITH_FAULT_READ)
+                   ? (errno = EIO, MAP_FAILED)
+                   : mmap(NULL, (size_t)size, PROT_READ, MAP_PRIVATE, fd, 0);
+        if (data == MAP_FAILED) {
+            ith_status status = io_fail(err, path, "cannot map");
+            close(fd);
+            return status;
+        }
+    }
+    close(fd);
+    map->data = data;
+    map->size = size;
+    return ITH_OK;
+}
+
+void ith_map_close(ith_map *map)
+{
+    if (map->data)
+        munmap((void *)(uintptr_t)map->data, (size_t)map->size);
+    map->data = NULL;
+    map->size = 0;
+}
+
+ith_status ith_writer_open(ith_writer *w, const char *path, ith_error *err)
+{
+    memset(w, 0, sizeof *w);
+    w->fd = -1;
+    int64_t len = (int64_t)strlen(path);
+    w->path = ith_strndup(path, len);
+    w->tmp_path = ith_malloc(len + 32);
+    w->buffer = ith_malloc(WRITER_BUFFER_BYTES);
+    if (w->tmp_path)
+        w->tmp_path[0] = '\0';
+    if (!w->path || !w->tmp_path || !w->buffer) {
+        ith_writer_abort(w);
+        return ith_fail(err, ITH_ERR_MEMORY, "%s: out of memory", path);
+    }
+    snprintf(w->tmp_path, (size_t)len + 32, "%s.tmp-%ld", path, (long)getpid());
+    w->fd = ith_fault_hit(ITH_FAULT_WRITE)
+                ? (errno = EIO, -1)
+                : open(w->tmp_path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (w->fd < 0) {
+        ith_status status = io_fail(err, w->tmp_path, "cannot create");
+        ith_writer_abort(w);
+        return status;
+    }
+    return ITH_OK;
+}
+
+static ith_status write_all(ith_writer *w, const char *data, int64_t len, ith_error *err)
+{
+    while (len > 0) {
+        ssize_t put = ith_fault_hit(ITH_FAULT_WRITE)
+                          ? (errno = ENOSPC, -1)
+                          : write(w->fd, data, (size_t)ith_min_i64(len, (int64_t)1 << 30));
+        if (put < 0 && errno == EINTR)
+            continue;
+        if (put < 0)
+            return io_fail(err, w->tmp_path, "cannot write");
+        data += put;
+        len -= put;
+        w->written += put;
+    }
+    return ITH_OK;
+}
+
+static ith_status flush(ith_writer *w, ith_error *err)
+{
+    int64_t len = w->buffered;
+    w->buffered = 0;
+    return write_all(w, w->buffer, len, err);
+}
+
+ith_status ith_writer_write(ith_writer *w, const void *data, int64_t len, ith_error *err)
+{
+    ITH_ASSERT(w->fd >= 0 && len >= 0);
+    if (len > WRITER_BUFFER_BYTES - w->buffered)
+        ITH_TRY(flush(w, err));
+    if (len >= WRITER_BUFFER_BYTES)
+        return write_all(w, data, len, err);
+    if (len)
+        memcpy(w->buffer + w->buffered, data, (size_t)len);
+    w->buffered += len;
+    return ITH_OK;
+}
+
+ith_status ith_sync_dir(const char *path, ith_error *err)
+{
+    int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0)
+        return io_fail(err, path, "cannot open directory");
+    /* Some file systems refuse fsync on directories; the rename is then as durable as they make it.
+     */
+    int failed = fsync(fd) != 0 && errno != EINVAL && errno != ENOTSUP;
+    ith_status status = failed ? io_fail(err, path, "cannot sync") : ITH_OK;
+    close(fd);
+    return status;
+}
+
+ith_status ith_rename(const char *from, const char *to, ith_error *err)
+{
+    if (ith_fault_hit(ITH_FAULT_WRITE) ? (errno = EIO, true) : rename(from, to) != 0)
+        return io_fail(err, to, "cannot rename into place");
+    const char *base = ith_path_base(to);
+    if (base == to)
+        return ith_sync_dir(".", err);
+    char *dir = ith_strndup(to, base == to + 1 ? 1 : base - to - 1);
+    if (!dir)
+        return ith_fail(err, ITH_ERR_MEMORY, "%s: out of memory", to);
+    ith_status status = ith_sync_dir(dir, err);
+    ith_free(dir);
+    return status;
+}
+
+ith_status ith_writer_commit(ith_writer *w, ith_error *err)
+{
+    ITH_ASSERT(w->fd >= 0);
+    ITH_TRY(flush(w, err));
+    if (ith_fault_hit(ITH_FAULT_WRITE) ? (errno = EIO, true) : fsync(w->fd) != 0)
+        return io_fail(err, w->tmp_path, "cannot sync");
+    int failed = close(w->fd) != 0;
+    w->fd = -1;
+    if (failed)
+        return io_fail(err, w->tmp_path, "cannot close");
+    ITH_TRY(ith_rename(w->tmp_path, w->path, err));
+    ith_free(w->tmp_path);
+    w->tmp_path = NULL;
+    ith_writer_abort(w);
+    return ITH_OK;
+}
+
+void ith_writer_abort(ith_writer *w)
+{
+    if (w->fd >= 0)
+        close(w->fd);
+    if (w->tmp_path && w->tmp_path[0]) /* never committed */
+        unlink(w->tmp_path);
+    ith_free(w->path);
+    ith_free(w->tmp_path);
+    ith_free(w->buffer);
+    memset(w, 0, sizeof *w);
+    w->fd = -1;
+}
+
+ith_status ith_write_file(const char *path, const void *data, int64_t len, ith_error *err)
+{
+    ith_writer w;
+    ITH_TRY(ith_writer_open(&w, path, err));
+    ith_status status = ith_writer_write(&w, data, len, err);
+    if (status == ITH_OK)
+        status = ith_writer_commit(&w, err);
+    ith_writer_abort(&w);
+    return status;
+}
+
+ith_status ith_copy_file(const char *from, const char *to, ith_error *err)
+{
+    ith_map map;
+    ITH_TRY(ith_map_open(&map, from, err));
+    ith_status status = ith_write_file(to, map.data, map.size, err);
+    ith_map_close(&map);
+    return status;
+}

@@ -1,0 +1,83 @@
+/* json.c - jansson wrapper. */
+#include "base/json.h"
+
+#include "base/checked.h"
+#include "base/file.h"
+
+#include <string.h>
+
+static void *json_alloc(size_t bytes)
+{
+    return ith_malloc((int64_t)bytes);
+}
+
+ith_status ith_json_parse(json_t **out, const char *text, int64_t len, const char *name,
+                          ith_error *err)
+{
+    json_set_alloc_funcs(json_alloc, ith_free);
+    if (len >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0) {
+        text += 3;
+        len -= 3;
+    }
+    json_error_t json_err;
+    json_t *value =
+        json_loadb(text ? text : "", (size_t)len, JSON_DECODE_ANY | JSON_ALLOW_NUL, &json_err);
+    if (!value && json_error_code(&json_err) == json_error_numeric_overflow)
+        value = json_loadb(text, (size_t)len,
+                           JSON_DECODE_ANY | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &json_err);
+    if (!value) {
+        ith_status status = json_error_code(&json_err) == json_error_out_of_memory ? ITH_ERR_MEMORY
+                                                                                   : ITH_ERR_FORMAT;
+        return ith_fail(err, status, "%s:%d:%d: %s", name, json_err.line, json_err.column,
+                        json_err.text);
+    }
+    *out = value;
+    return ITH_OK;
+}
+
+ith_status ith_json_load(json_t **out, const char *path, ith_error *err)
+{
+    ith_map map;
+    ITH_TRY(ith_map_open(&map, path, err));
+    ith_status status = ith_json_parse(out, map.data, map.size, path, err);
+    ith_map_close(&map);
+    return status;
+}
+
+const char *ith_json_type_name(const json_t *value)
+{
+    if (!value)
+        return "nothing";
+    switch (json_typeof(value)) {
+    case JSON_OBJECT:
+        return "object";
+    case JSON_ARRAY:
+        return "array";
+    case JSON_STRING:
+        return "string";
+    case JSON_INTEGER:
+        return "integer";
+    case JSON_REAL:
+        return "number";
+    case JSON_NULL:
+        return "null";
+    default:
+        return "boolean";
+    }
+}
+
+static int dump_to_buf(const char *data, size_t len, void *arg)
+{
+    ith_buf_append(arg, data, (int64_t)len);
+    return ((ith_buf *)arg)->failed ? -1 : 0;
+}
+
+ith_status ith_json_dump(const json_t *value, bool spaced, ith_buf *out, ith_error *err)
+{
+    size_t flags = JSON_ENCODE_ANY | (spaced ? 0 : JSON_COMPACT);
+    if (json_dump_callback(value, dump_to_buf, out, flags) != 0) {
+        ITH_TRY(ith_buf_check(out, "json", err));
+        return ith_fail(err, ITH_ERR_FORMAT, "value cannot be written as JSON");
+    }
+    return ITH_OK;
+}
