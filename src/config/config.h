@@ -1,0 +1,266 @@
+/* config.h - what a run is asked to do: one plain struct, read from a LlamaFactory v1 file.
+ *
+ * The flat LlamaFactory v1 dialect is our own dialect too. One table (ith_config_keys) gives for
+ * each key its type, range, default, help and status; reading, the dump, docs/config.md and the
+ * checks all come from it. Invariants after ith_config_load:
+ *   1. Every key holds a valid value; combinations of keys that cannot work were refused.
+ *   2. Mistakes are errors "file:line:col: key: found X (would be right)". All mistakes of a file
+ *      are found in one go: the error text then has one line for each.
+ *   3. ith_config_dump writes every key in table order; reading the dump gives the same values.
+ * Keys of features that are not built yet read fine; ith_config_check_supported names them.
+ *
+ * Life cycle: load (or init_defaults), check_supported, resolve_layout once the number of processes
+ * is known, deinit. Strings belong to the config. */
+#ifndef ITH_CONFIG_CONFIG_H
+#define ITH_CONFIG_CONFIG_H
+
+#include "config/yaml.h"
+
+/* Unset values: INT64_MIN for int64_t, NaN for double, NULL for text. */
+#define ITH_CONFIG_UNSET INT64_MIN
+
+typedef enum { ITH_FLASH_EAGER, ITH_FLASH_SDPA, ITH_FLASH_2 } ith_flash_attn;
+typedef enum { ITH_MODEL_LLM, ITH_MODEL_CLS, ITH_MODEL_OTHER } ith_model_class;
+typedef enum {
+    ITH_BATCHING_NORMAL,
+    ITH_BATCHING_PADDING_FREE,
+    ITH_BATCHING_DYNAMIC,
+    ITH_BATCHING_DYNAMIC_PADDING_FREE,
+    ITH_BATCHING_PACKING /* best-fit packing, whole documents only */
+} ith_batching;
+typedef enum { ITH_TRAIN_ON_LAST_TURN, ITH_TRAIN_ON_ALL_TURNS } ith_train_on;
+typedef enum { ITH_DTYPE_AUTO, ITH_DTYPE_BF16, ITH_DTYPE_F32, ITH_DTYPE_F16 } ith_config_dtype;
+typedef enum {
+    ITH_RECOMPUTE_AUTO,
+    ITH_RECOMPUTE_NONE,
+    ITH_RECOMPUTE_ATTENTION, /* keep x, attention output and LSE of each layer */
+    ITH_RECOMPUTE_FULL       /* keep x only */
+} ith_recompute;
+typedef enum { ITH_NONFINITE_SKIP, ITH_NONFINITE_STOP } ith_nonfinite;
+typedef enum { ITH_DEVICE_AUTO, ITH_DEVICE_CPU, ITH_DEVICE_CUDA } ith_device_choice;
+typedef enum { ITH_EVAL_NO, ITH_EVAL_STEPS, ITH_EVAL_EPOCH } ith_eval_strategy;
+typedef enum { ITH_PREF_SIGMOID, ITH_PREF_ORPO, ITH_PREF_SIMPO } ith_pref_loss;
+typedef enum {
+    ITH_SCHEDULE_CONSTANT,
+    ITH_SCHEDULE_LINEAR,
+    ITH_SCHEDULE_COSINE,
+    ITH_SCHEDULE_WSD /* warmup_stable_decay */
+} ith_schedule_name;
+typedef enum { ITH_DECAY_LINEAR, ITH_DECAY_COSINE, ITH_DECAY_SQRT } ith_decay_type;
+typedef enum { ITH_OPTIM_ADAMW, ITH_OPTIM_MUON } ith_optim_name;
+typedef enum { ITH_PEFT_NONE, ITH_PEFT_LORA, ITH_PEFT_FREEZE } ith_peft_name;
+typedef enum { ITH_QUANT_NONE, ITH_QUANT_BNB, ITH_QUANT_AUTO } ith_quant_name;
+typedef enum {
+    ITH_DIST_NONE,
+    ITH_DIST_FSDP2,
+    ITH_DIST_FSDPTURBO,
+    ITH_DIST_DEEPSPEED
+} ith_dist_name;
+typedef enum {
+    ITH_INIT_NONE,
+    ITH_INIT_ON_META,
+    ITH_INIT_ON_RANK0,
+    ITH_INIT_ON_DEFAULT
+} ith_init_name;
+typedef enum { ITH_MTP_NONE, ITH_MTP_ON } ith_mtp_name;
+typedef enum { ITH_REPORT_TENSORBOARD = 1 } ith_report_to; /* bits */
+
+typedef struct {
+    const char **items;
+    int64_t count;
+} ith_config_list;
+
+typedef struct {
+    ith_peft_name name;
+    /* lora */
+    int64_t r, lora_alpha;
+    double lora_dropout;
+    ith_config_list target_modules; /* one element "all": every linear layer */
+    bool use_rslora, use_dora;
+    ith_config_list modules_to_save, adapter_name_or_path;
+    const char *export_dir; /* may be NULL */
+    int64_t export_size;    /* GB per shard */
+    const char *export_hub_model_id;
+    ith_config_dtype infer_dtype;
+    bool export_legacy_format;
+    /* freeze */
+    int64_t freeze_trainable_layers;
+    ith_config_list freeze_trainable_modules, freeze_extra_modules;
+    bool cast_trainable_params_to_fp32;
+} ith_peft_config;
+
+typedef struct {
+    ith_optim_name name;
+    /* adamw; its beta1, beta2, eps are also muon's adamw_betas and adamw_eps */
+    double beta1, beta2, eps;
+    double weight_decay; /* muon: wd */
+    /* muon */
+    double momentum;
+    bool nesterov;
+    int64_t ns_steps;
+} ith_optim_config;
+
+typedef struct {
+    ith_schedule_name name;
+    int64_t warmup_steps; /* optimizer steps; ITH_CONFIG_UNSET: use warmup_ratio */
+    double warmup_ratio;  /* of all optimizer steps */
+    double min_lr_ratio;  /* of learning_rate, at the end */
+    int64_t decay_steps;  /* warmup_stable_decay; ITH_CONFIG_UNSET: use decay_ratio */
+    double decay_ratio;   /* of all optimizer steps */
+    ith_decay_type decay_type;
+} ith_lr_scheduler_config;
+
+typedef struct {
+    ith_dist_name name;
+    bool reshard_after_forward, offload_params, pin_memory;
+    const char *dcp_path;
+    int64_t ep_size;
+    const char *config_file; /* deepspeed */
+} ith_dist_config;
+
+typedef struct {
+    ith_quant_name name;
+    int64_t quantization_bit; /* 4, 8 or ITH_CONFIG_UNSET */
+} ith_quant_config;
+
+typedef struct {
+    ith_mtp_name name;
+    int64_t num_layers;
+    double loss_scale;
+} ith_mtp_config;
+
+/* Sizes of the run that depend on the number of processes; see ith_config_resolve_layout. */
+typedef struct {
+    int64_t world_size, dp_size, cp_size;
+    int64_t global_batch_size; /* samples per optimizer step, all ranks */
+    int64_t grad_accum;        /* micro-batches per optimizer step and data-parallel rank */
+} ith_config_layout;
+
+typedef struct {
+    /* model */
+    const char *model;
+    const char *custom_chat_template; /* Jinja text, NULL: the model's own */
+    bool trust_remote_code;
+    ith_flash_attn flash_attn;
+    ith_model_class model_class;
+    ith_init_name init;
+    ith_peft_config peft;
+    ith_quant_config quant;
+    ith_mtp_config mtp;
+    ith_config_dtype dtype;        /* of weights in the step; AUTO: see ith_config_param_dtype */
+    ith_config_dtype master_dtype; /* F32: fp32 master copy beside bf16 weights; BF16: none */
+    double router_aux_loss_coef;   /* MoE load balancing loss, 0: off */
+
+    /* data */
+    const char *train_dataset, *eval_dataset; /* may be NULL */
+    double eval_split_ratio;                  /* part of train_dataset held out; 0: none */
+    ith_train_on train_on;
+    int64_t cutoff_len; /* tokens per sample */
+    ith_batching batching_strategy;
+    int64_t batching_workers;
+    const char *data_cache_dir; /* NULL: no cache of tokenized data on disk */
+    int64_t nproc;              /* threads that prepare data, 0: all cores */
+
+    /* training */
+    const char *output_dir;
+    int64_t micro_batch_size, global_batch_size; /* global: ITH_CONFIG_UNSET = dp_size * micro */
+    double learning_rate;
+    int64_t num_train_epochs, max_steps; /* max_steps: ITH_CONFIG_UNSET = by epochs */
+    double max_grad_norm;                /* 0: no clipping */
+    bool bf16;
+    bool enable_activation_checkpointing;
+    ith_recompute recompute;
+    int64_t chunk_loss_size; /* rows per chunk; ITH_CONFIG_UNSET: chosen by the program */
+    ith_nonfinite nonfinite;
+    ith_optim_config optim;
+    ith_lr_scheduler_config lr_scheduler;
+    int64_t seed;
+    bool full_determinism;
+    bool verify;
+
+    /* evaluation, saving, reports */
+    ith_eval_strategy eval_strategy;
+    int64_t eval_steps;                 /* ITH_CONFIG_UNSET unless eval_strategy is steps */
+    const char *resume_from_checkpoint; /* path, "auto", or NULL */
+    int64_t save_steps;                 /* ITH_CONFIG_UNSET: only at the end */
+    double save_epochs;                 /* NaN: unset */
+    bool save_ckpt_as_hf;
+    int64_t save_total_limit;    /* ITH_CONFIG_UNSET: keep all */
+    ith_config_dtype save_dtype; /* AUTO: the source's */
+    int64_t max_shard_size;      /* bytes */
+    int64_t logging_steps;
+    int64_t report_to; /* ith_report_to bits */
+
+    /* machine */
+    ith_device_choice device;
+    int64_t threads;      /* 0: all cores */
+    int64_t memory_limit; /* bytes; ITH_CONFIG_UNSET: what the machine has */
+    ith_dist_config dist;
+    int64_t dp_size, cp_size; /* dp_size: ITH_CONFIG_UNSET = world / cp */
+    int64_t mp_replicate_size, mp_shard_size, dist_timeout;
+
+    /* preference losses */
+    ith_pref_loss pref_loss;
+    double pref_beta, pref_ftx, simpo_gamma, dpo_label_smoothing, ld_alpha; /* ld_alpha: NaN off */
+    bool disable_dropout;
+
+    /* generation */
+    int64_t max_new_tokens;
+
+    /* where it came from; private to config.c */
+    struct ith_config_origin *origin;
+} ith_config;
+
+typedef enum {
+    ITH_KEY_USED,
+    ITH_KEY_NOT_NEEDED, /* selects machinery of the Python program; reported once when given */
+    ITH_KEY_NOT_YET     /* a feature that is not built; refused when switched on */
+} ith_key_status;
+
+/* One row of the key table. Keys inside plugin maps are written with a dot: optim_config.beta1. */
+typedef struct {
+    const char *name;
+    const char *section;      /* heading in docs and dump */
+    const char *type_text;    /* "integer >= 1", "sdpa | eager | ...", for people */
+    const char *default_text; /* as it would be written in YAML; "null" for unset */
+    const char *help;
+    const char *plugins; /* values of <map>.name it belongs to, comma list; NULL: all */
+    ith_key_status status;
+} ith_config_key;
+int ith_config_num_keys(void);
+ith_config_key ith_config_key_at(int idx);
+
+/* Reads `path` (.yaml, .yml, .json; NULL: defaults only), then key=value overrides. */
+ith_status ith_config_load(ith_config *out, const char *path, const char *const *overrides,
+                           int num_overrides, ith_error *err);
+/* The same from text; `name` stands in messages. */
+ith_status ith_config_parse(ith_config *out, const char *text, int64_t len, const char *name,
+                            const char *const *overrides, int num_overrides, ith_error *err);
+void ith_config_deinit(ith_config *config);
+
+/* One line naming key, place and what is missing when the config asks for something that is not
+ * built yet; ITH_ERR_UNSUPPORTED. */
+ith_status ith_config_check_supported(const ith_config *config, ith_error *err);
+/* Checks and fills what depends on the number of processes: dp_size * cp_size = world_size,
+ * global_batch_size divisible by dp_size * micro_batch_size. */
+ith_status ith_config_resolve_layout(const ith_config *config, int64_t world_size,
+                                     ith_config_layout *out, ith_error *err);
+/* Dtype of the weights in the step: never AUTO. */
+ith_config_dtype ith_config_param_dtype(const ith_config *config);
+
+/* Records "file:line:col: key: text" for a mistake that shows only later (a head count that does
+ * not divide, a missing file). ITH_ERR_USAGE. */
+ith_status ith_config_fail(const ith_config *config, const char *key, ith_error *err,
+                           const char *fmt, ...) ITH_PRINTF(4, 5);
+/* The user gave this key (in the file or as an override), whatever its value. */
+bool ith_config_is_set(const ith_config *config, const char *key);
+/* Given keys that have no meaning here, one line each: "file:line:col: key: not needed: why". */
+int ith_config_num_notes(const ith_config *config);
+const char *ith_config_note(const ith_config *config, int idx);
+
+/* Appends the resolved config as YAML: all keys, table order, one map per plugin. */
+ith_status ith_config_dump(const ith_config *config, ith_buf *out, ith_error *err);
+/* Appends docs/config.md. */
+void ith_config_markdown(ith_buf *out);
+
+#endif
