@@ -11,8 +11,8 @@ static void *json_alloc(size_t bytes)
     return ith_malloc((int64_t)bytes);
 }
 
-ith_status ith_json_parse(json_t **out, const char *text, int64_t len, const char *name,
-                          ith_error *err)
+static ith_status parse(json_t **out, const char *text, int64_t len, const char *name, size_t flags,
+                        ith_error *err)
 {
     json_set_alloc_funcs(json_alloc, ith_free);
     if (len >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0) {
@@ -20,11 +20,10 @@ ith_status ith_json_parse(json_t **out, const char *text, int64_t len, const cha
         len -= 3;
     }
     json_error_t json_err;
-    json_t *value =
-        json_loadb(text ? text : "", (size_t)len, JSON_DECODE_ANY | JSON_ALLOW_NUL, &json_err);
+    flags |= JSON_DECODE_ANY | JSON_ALLOW_NUL;
+    json_t *value = json_loadb(text ? text : "", (size_t)len, flags, &json_err);
     if (!value && json_error_code(&json_err) == json_error_numeric_overflow)
-        value = json_loadb(text, (size_t)len,
-                           JSON_DECODE_ANY | JSON_ALLOW_NUL | JSON_DECODE_INT_AS_REAL, &json_err);
+        value = json_loadb(text, (size_t)len, flags | JSON_DECODE_INT_AS_REAL, &json_err);
     if (!value) {
         ith_status status = json_error_code(&json_err) == json_error_out_of_memory ? ITH_ERR_MEMORY
                                                                                    : ITH_ERR_FORMAT;
@@ -33,6 +32,18 @@ ith_status ith_json_parse(json_t **out, const char *text, int64_t len, const cha
     }
     *out = value;
     return ITH_OK;
+}
+
+ith_status ith_json_parse(json_t **out, const char *text, int64_t len, const char *name,
+                          ith_error *err)
+{
+    return parse(out, text, len, name, 0, err);
+}
+
+ith_status ith_json_parse_unique(json_t **out, const char *text, int64_t len, const char *name,
+                                 ith_error *err)
+{
+    return parse(out, text, len, name, JSON_REJECT_DUPLICATES, err);
 }
 
 ith_status ith_json_load(json_t **out, const char *path, ith_error *err)
@@ -80,4 +91,25 @@ ith_status ith_json_dump(const json_t *value, bool spaced, ith_buf *out, ith_err
         return ith_fail(err, ITH_ERR_FORMAT, "value cannot be written as JSON");
     }
     return ITH_OK;
+}
+
+void ith_json_append_string(ith_buf *out, const char *text, int64_t len)
+{
+    ith_buf_putc(out, '"');
+    for (int64_t i = 0, run = 0; i <= len; i++) {
+        unsigned char c = i < len ? (unsigned char)text[i] : '"';
+        if (i < len && c >= 0x20 && c != '"' && c != '\\')
+            continue;
+        ith_buf_append(out, text + run, i - run);
+        run = i + 1;
+        if (i == len)
+            break;
+        if (c == '"' || c == '\\')
+            ith_buf_printf(out, "\\%c", c);
+        else if (c == '\n')
+            ith_buf_puts(out, "\\n");
+        else
+            ith_buf_printf(out, "\\u%04x", (unsigned)c);
+    }
+    ith_buf_putc(out, '"');
 }

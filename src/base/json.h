@@ -17,6 +17,9 @@ extern "C" {
 /* Parses exactly one JSON value from text[0..len). Caller frees with json_decref. */
 ith_status ith_json_parse(json_t **out, const char *text, int64_t len, const char *name,
                           ith_error *err);
+/* The same, but a key that stands twice in one object is an error (jansson keeps the last). */
+ith_status ith_json_parse_unique(json_t **out, const char *text, int64_t len, const char *name,
+                                 ith_error *err);
 ith_status ith_json_load(json_t **out, const char *path, ith_error *err);
 /* "null", "true/false" as "boolean", "integer", "number", "string", "array", "object": for error
  * texts. */
@@ -24,6 +27,9 @@ const char *ith_json_type_name(const json_t *value);
 /* Compact dump (", " and ": " separators when spaced, as Python's json.dumps), UTF-8 kept, order
  * kept. */
 ith_status ith_json_dump(const json_t *value, bool spaced, ith_buf *out, ith_error *err);
+
+/* Appends text as a JSON string with its quotes; UTF-8 kept. */
+void ith_json_append_string(ith_buf *out, const char *text, int64_t len);
 
 #ifdef __cplusplus
 }

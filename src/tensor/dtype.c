@@ -5,11 +5,25 @@ static const struct {
     const char *name;
     int64_t bytes;
 } rows[ITH_DTYPE_COUNT] = {
-    [ITH_F32] = {"F32", 4},   [ITH_BF16] = {"BF16", 2},       [ITH_F16] = {"F16", 2},
-    [ITH_F64] = {"F64", 8},   [ITH_I64] = {"I64", 8},         [ITH_I32] = {"I32", 4},
-    [ITH_I16] = {"I16", 2},   [ITH_I8] = {"I8", 1},           [ITH_U8] = {"U8", 1},
-    [ITH_BOOL] = {"BOOL", 1}, [ITH_F8_E4M3] = {"F8_E4M3", 1}, [ITH_F8_E5M2] = {"F8_E5M2", 1},
-    [ITH_U16] = {"U16", 2},   [ITH_U32] = {"U32", 4},         [ITH_U64] = {"U64", 8},
+    [ITH_F32] = {"F32", 4},
+    [ITH_BF16] = {"BF16", 2},
+    [ITH_F16] = {"F16", 2},
+    [ITH_F64] = {"F64", 8},
+    [ITH_I64] = {"I64", 8},
+    [ITH_I32] = {"I32", 4},
+    [ITH_I16] = {"I16", 2},
+    [ITH_I8] = {"I8", 1},
+    [ITH_U8] = {"U8", 1},
+    [ITH_BOOL] = {"BOOL", 1},
+    [ITH_F8_E4M3] = {"F8_E4M3", 1},
+    [ITH_F8_E5M2] = {"F8_E5M2", 1},
+    [ITH_U16] = {"U16", 2},
+    [ITH_U32] = {"U32", 4},
+    [ITH_U64] = {"U64", 8},
+    [ITH_F8_E8M0] = {"F8_E8M0", 1},
+    [ITH_F8_E4M3FNUZ] = {"F8_E4M3FNUZ", 1},
+    [ITH_F8_E5M2FNUZ] = {"F8_E5M2FNUZ", 1},
+    [ITH_C64] = {"C64", 8},
 };
 
 int64_t ith_dtype_bytes(ith_dtype dtype)

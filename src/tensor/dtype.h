@@ -26,6 +26,10 @@ typedef enum {
     ITH_U16,
     ITH_U32,
     ITH_U64,
+    ITH_F8_E8M0, /* these four through files only, too */
+    ITH_F8_E4M3FNUZ,
+    ITH_F8_E5M2FNUZ,
+    ITH_C64,
     ITH_DTYPE_COUNT
 } ith_dtype;
 

@@ -1,0 +1,67 @@
+/* device.c - the host as a device. */
+#include "base/device.h"
+
+#include "base/mem.h"
+
+#include <string.h>
+#include <unistd.h>
+
+static ith_status cpu_alloc(ith_device *d, int64_t bytes, void **out, ith_error *err)
+{
+    (void)d;
+    void *ptr = ith_malloc_aligned(bytes, 4096);
+    if (!ptr)
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory: %lld bytes on the CPU",
+                        (long long)bytes);
+    *out = ptr;
+    return ITH_OK;
+}
+
+static void cpu_free(ith_device *d, void *ptr)
+{
+    (void)d;
+    ith_free(ptr);
+}
+
+static ith_status cpu_copy(ith_device *d, void *dst, const void *src, int64_t bytes, ith_error *err)
+{
+    (void)d;
+    (void)err;
+    if (bytes > 0)
+        memmove(dst, src, (size_t)bytes);
+    return ITH_OK;
+}
+
+static ith_status cpu_fill(ith_device *d, void *dst, int byte, int64_t bytes, ith_error *err)
+{
+    (void)d;
+    (void)err;
+    if (bytes > 0)
+        memset(dst, byte, (size_t)bytes);
+    return ITH_OK;
+}
+
+static ith_status cpu_sync(ith_device *d, ith_error *err)
+{
+    (void)d;
+    (void)err;
+    return ITH_OK;
+}
+
+static ith_status cpu_memory(ith_device *d, int64_t *free_bytes, int64_t *total_bytes,
+                             ith_error *err)
+{
+    (void)d;
+    (void)err;
+    int64_t page = sysconf(_SC_PAGESIZE);
+    *free_bytes = sysconf(_SC_AVPHYS_PAGES) * page;
+    *total_bytes = sysconf(_SC_PHYS_PAGES) * page;
+    return ITH_OK;
+}
+
+ith_device *ith_device_cpu(void)
+{
+    static ith_device cpu = {"cpu",    NULL,     cpu_alloc, cpu_free, cpu_copy,
+                             cpu_copy, cpu_copy, cpu_fill,  cpu_sync, cpu_memory};
+    return &cpu;
+}

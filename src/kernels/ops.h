@@ -1,0 +1,202 @@
+/* ops.h - every operator: what it computes, on which shapes, with which rounding.
+ *
+ * Conventions. T rows (packed tokens), D width, Hq/Hkv query and key/value heads, Dh head size, V
+ * words, E experts, k experts per token, S = T*k expert rows. `act` is the activation type, F32 or
+ * BF16 (the reference also takes F64); "f32" scalars and statistics are F64 when act is F64.
+ * Products are accumulated in f32 or wider and rounded once. Outputs come first, then what is saved
+ * for backward, then inputs, weights, scalars. Activation gradients overwrite; parameter gradients
+ * (dw, f32) accumulate (+=). Outputs and scratch alias no input unless said so. Rows of 2-D views
+ * may be strided; the last dimension is contiguous. T = 0 is legal everywhere and does nothing.
+ * Index tensors are I32 on the device. All calls are asynchronous on CUDA, in program order.
+ * Errors: shapes and types are assertions (a bug); the status reports what a device can fail. */
+#ifndef ITH_KERNELS_OPS_H
+#define ITH_KERNELS_OPS_H
+
+#include "kernels/ctx.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- embedding ---------------------------------------------------------------------------------
+ */
+/* y[t,:] = w[ids[t],:]              y: [T,D] act   ids: [T]   w: [V,D] act.   Ids are in range
+ * (checked upstream). */
+ith_status ith_embedding_forward(ith_ctx *ctx, ith_tensor y, ith_tensor ids, ith_tensor w);
+/* dw[ids[t],:] += dy[t,:]           dw: [V,D] f32.   Deterministic: rows of one id are added in
+ * order of t. */
+ith_status ith_embedding_backward(ith_ctx *ctx, ith_tensor dw, ith_tensor dy, ith_tensor ids);
+
+/* ---- RMSNorm (Zhang & Sennrich 2019) -----------------------------------------------------------
+ */
+/* s = x (+ residual);  sum[t,:] = s rounded to act;  rstd[t] = 1/sqrt(mean(sum^2) + eps);
+ * y = w_offset = 0: w * round(sum*rstd)   (as Qwen3);   w_offset = 1: round(sum*rstd*(1 + w))
+ * (zero-centred, Qwen3.5) y, sum, x, residual: [T,D] act   rstd: [T] f32   w: [D] act. residual and
+ * sum may both be absent (plain norm); sum may alias x or residual; y may be absent (only sum,
+ * rstd). */
+ith_status ith_rmsnorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor sum, ith_tensor rstd,
+                               ith_tensor x, ith_tensor residual, ith_tensor w, float eps,
+                               float w_offset);
+/* h = dy*(w_offset + w), xh = x*rstd:  dx = rstd*(h - xh*mean(h*xh)) (+ dres);  dw[d] += sum_t
+ * dy*xh dx, dy, x, dres: [T,D] act   dw: [D] f32, may be absent (frozen)   dres may be absent; dx
+ * may alias dres or dy. Deterministic: dw is summed in a fixed order. */
+ith_status ith_rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_tensor dy,
+                                ith_tensor dres, ith_tensor x, ith_tensor rstd, ith_tensor w,
+                                float w_offset);
+
+/* ---- per-head RMSNorm of q and k, then RoPE (Su et al. 2021, half-split form)
+ * -------------------- */
+/* For each head vector u of length Dh: n = norm(u; w, eps) rounded to act; for i < rd/2, p =
+ * position_ids[t]: y[i] = n[i]*cos[p,i] - n[i+rd/2]*sin[p,i];   y[i+rd/2] = n[i+rd/2]*cos[p,i] +
+ * n[i]*sin[p,i];   rest passes. q_out, q: [T,Hq,Dh] act   k_out, k: [T,Hkv,Dh] act   q_rstd: [T,Hq]
+ * f32   k_rstd: [T,Hkv] f32 q_w, k_w: [Dh] act, both absent: no norm (then rstd is absent too) cos,
+ * sin: [P, rd/2] act position_ids: [T] I32 in [0,P), or [3,T] for mRoPE: frequency i reads axis[i]
+ * (see rope_axis in the model). Head views may be strided rows of one qkv buffer. q_out/k_out may
+ * alias q/k. */
+ith_status ith_qk_norm_rope_forward(ith_ctx *ctx, ith_tensor q_out, ith_tensor k_out,
+                                    ith_tensor q_rstd, ith_tensor k_rstd, ith_tensor q,
+                                    ith_tensor k, ith_tensor q_w, ith_tensor k_w, ith_tensor cos,
+                                    ith_tensor sin, ith_tensor position_ids, float eps,
+                                    float w_offset);
+/* Adjoint: dq, dk (may alias dq_out, dk_out) from dq_out, dk_out; dq_w, dk_w: [Dh] f32 += (absent:
+ * frozen or no norm). */
+ith_status ith_qk_norm_rope_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dq_w,
+                                     ith_tensor dk_w, ith_tensor dq_out, ith_tensor dk_out,
+                                     ith_tensor q, ith_tensor k, ith_tensor q_rstd,
+                                     ith_tensor k_rstd, ith_tensor q_w, ith_tensor k_w,
+                                     ith_tensor cos, ith_tensor sin, ith_tensor position_ids,
+                                     float w_offset);
+
+/* ---- matrix products
+ * ----------------------------------------------------------------------------- */
+/* y = x w^T (+ y when accumulate)      y: [T,N] act or f32   x: [T,K] act   w: [N,K] act.     2TNK
+ * FLOP */
+ith_status ith_linear_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor w,
+                              bool accumulate);
+/* dx = dy w (+ dx when accumulate)     dx: [T,K] act   dy: [T,N] act */
+ith_status ith_linear_backward_input(ith_ctx *ctx, ith_tensor dx, ith_tensor dy, ith_tensor w,
+                                     bool accumulate);
+/* dw += dy^T x                         dw: [N,K] f32 */
+ith_status ith_linear_backward_weight(ith_ctx *ctx, ith_tensor dw, ith_tensor dy, ith_tensor x);
+
+/* ---- attention over packed documents, grouped queries (flash form: no [T,T] memory)
+ * --------------- */
+/* Query head h reads kv head h / (Hq/Hkv); key j is seen by query i of the same document when j <=
+ * i (causal). o = softmax(scale * q k^T) v;  lse = log sum exp.      o, q: [T,Hq,Dh] act   k, v:
+ * [T,Hkv,Dh] act lse: [T,Hq] f32 values, in a layout that is the backend's own (contiguous memory
+ * of T*Hq elements). */
+ith_status ith_attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                                 ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
+                                 bool causal);
+/* dq, dk, dv from do_ (gradient of o).  Views may be strided rows of one dqkv buffer. Not aliased
+ * with inputs. */
+ith_status ith_attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
+                                  ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
+                                  ith_tensor o, ith_tensor lse, ith_seqs seqs, float scale,
+                                  bool causal);
+/* One or more new queries per sequence against its cache. q, o: [B*n,Hq,Dh] act (n = queries per
+ * sequence, the last n positions)   k_cache, v_cache: [B,C,Hkv,Dh] act   lengths: [B] I32 valid
+ * cache rows including the new ones. */
+ith_status ith_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
+                                ith_tensor v_cache, ith_tensor lengths, float scale);
+
+/* ---- SwiGLU
+ * ---------------------------------------------------------------------------------------- */
+/* h = silu(gate)*up       gate_up: [T,2I] act, gate in columns [0,I)   h: [T,I] act.  silu is
+ * rounded to act, then the product. */
+ith_status ith_swiglu_forward(ith_ctx *ctx, ith_tensor h, ith_tensor gate_up);
+/* dgate_up (may alias gate_up) from dh; h is made again when present (for the weight gradient of
+ * down_proj). h may alias dh. */
+ith_status ith_swiglu_backward(ith_ctx *ctx, ith_tensor dgate_up, ith_tensor h, ith_tensor dh,
+                               ith_tensor gate_up);
+
+/* ---- rows and elements
+ * ------------------------------------------------------------------------------ */
+/* y[i,:] = x[idx[i],:]    y: [M,D]   x: [T,D]   idx: [M] */
+ith_status ith_gather_rows(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor idx);
+/* y[idx[i],:] = x[i,:]    idx has no repeats; other rows of y stay */
+ith_status ith_scatter_rows(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor idx);
+/* y = a + b, rounded once; y may alias either */
+ith_status ith_add(ith_ctx *ctx, ith_tensor y, ith_tensor a, ith_tensor b);
+/* y = x with conversion between F32, BF16 (F64 in the reference) */
+ith_status ith_cast(ith_ctx *ctx, ith_tensor y, ith_tensor x);
+/* All elements zero. */
+ith_status ith_zero(ith_ctx *ctx, ith_tensor y);
+
+/* ---- cross entropy, gradient in the same pass
+ * --------------------------------------------------------- */
+/* lse[i] = log sum exp logits[i,:] (f32);  row_loss[i] = lse[i] - logits[i,labels[i]];
+ * when gradient: logits[i,:] <- (softmax - onehot) * seeds[i], rounded to act.
+ * logits: [M,V] act or f32 (in place)   row_loss, seeds: [M] f32   labels: [M] I32 in [0,V).  seeds
+ * may be absent without gradient. */
+ith_status ith_cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor logits,
+                             ith_tensor labels, ith_tensor seeds, bool gradient);
+/* out[0] += sum_i a[i]*b[i] in double, fixed order; b may be absent (plain sum).   out: [1] F64 a,
+ * b: [n] f32 */
+ith_status ith_dot_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, ith_tensor b);
+
+/* ---- experts
+ * -------------------------------------------------------------------------------------------- */
+/* probs = softmax(logits) in f32; the k largest (ties: lower index); topk_w = their probs, divided
+ * by their sum when norm_topk, rounded to act.      probs: [T,E] f32   topk_w: [T,k] f32 topk_idx:
+ * [T,k] I32   logits: [T,E] act */
+ith_status ith_router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_idx,
+                              ith_tensor probs, ith_tensor logits, bool norm_topk);
+/* dlogits: [T,E] act from dtopk_w [T,k] f32. Load balance (spec 8.10): aux_coef*E/N * p*(f - sum p
+ * f) added when expert_fraction [E] f32 is present (f_e = assignments/N); aux_scale = aux_coef*E/N
+ * times the loss seed. */
+ith_status ith_router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor dtopk_w,
+                               ith_tensor topk_w, ith_tensor topk_idx, ith_tensor probs,
+                               ith_tensor expert_fraction, float aux_scale, bool norm_topk);
+/* Sorts the T*k (token, slot) pairs by expert, stable.  offsets: [E+1] I32, expert e owns rows
+ * [offsets[e], offsets[e+1]); source: [S] I32, token of a row;  row_of: [T,k] I32, row of a (token,
+ * slot). No host round trip. */
+ith_status ith_expert_sort(ith_ctx *ctx, ith_tensor offsets, ith_tensor source, ith_tensor row_of,
+                           ith_tensor topk_idx);
+/* For each expert e, on its rows: y = x w[e]^T       y: [S,N] act   x: [S,K] act   w: [E,N,K] act
+ */
+ith_status ith_grouped_linear_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor w,
+                                      ith_tensor offsets);
+ith_status ith_grouped_linear_backward_input(ith_ctx *ctx, ith_tensor dx, ith_tensor dy,
+                                             ith_tensor w, ith_tensor offsets);
+/* dw[e] += dy^T x over the rows of e      dw: [E,N,K] f32 */
+ith_status ith_grouped_linear_backward_weight(ith_ctx *ctx, ith_tensor dw, ith_tensor dy,
+                                              ith_tensor x, ith_tensor offsets);
+/* y[t,:] = base[t,:] + sum_s topk_w[t,s] * x[row_of[t,s],:], slots in order, f32 sum, one rounding.
+ * topk_w absent: weights 1 (the adjoint of the gather).  base may be absent (0) or alias y.    y,
+ * base: [T,D]   x: [S,D] */
+ith_status ith_expert_combine(ith_ctx *ctx, ith_tensor y, ith_tensor base, ith_tensor x,
+                              ith_tensor topk_w, ith_tensor row_of);
+/* dx[row_of[t,s],:] = topk_w[t,s]*dy[t,:];  dtopk_w[t,s] = sum_d dy[t,d]*x[row_of[t,s],d].  dx may
+ * alias x. */
+ith_status ith_expert_combine_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dtopk_w,
+                                       ith_tensor dy, ith_tensor x, ith_tensor topk_w,
+                                       ith_tensor row_of);
+
+/* ---- optimizer
+ * ------------------------------------------------------------------------------------------- */
+typedef struct {
+    float lr, beta1, beta2, eps, weight_decay;
+    int64_t step; /* 1 for the first update */
+} ith_adamw_hyper;
+/* out[0] += sum x^2 in double, fixed order.   x: any shape, contiguous, f32 */
+ith_status ith_sumsq_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor x);
+/* norm[0] = sqrt(sumsq[0]);  scale[0] = finite ? min(1, max_norm/(norm + 1e-6)) : -1;  max_norm <=
+ * 0: no clipping. sumsq: [1] F64   norm, scale: [1] F32.  On the device: no host round trip between
+ * gradients and update. */
+ith_status ith_clip_scale(ith_ctx *ctx, ith_tensor norm, ith_tensor scale, ith_tensor sumsq,
+                          float max_norm);
+/* Loshchilov & Hutter 2019, as torch.optim.AdamW. g = scale[0]*grad; scale[0] < 0: nothing changes.
+ * m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p = p*(1 - lr*wd) - lr * (m/(1-b1^t)) /
+ * (sqrt(v/(1-b2^t)) + eps) p is `master` when present (f32; then w = round(master)), else w itself
+ * (f32, or BF16 with stochastic rounding keyed by (seed, step, element)).  m, v: f32 or BF16 grad:
+ * f32, set to zero when zero_grad.   All contiguous, n elements. first: index of element 0 in the
+ * whole parameter (rounding must not depend on sharding). */
+ith_status ith_adamw(ith_ctx *ctx, ith_tensor w, ith_tensor master, ith_tensor m, ith_tensor v,
+                     ith_tensor grad, ith_tensor scale, ith_adamw_hyper hyper, uint64_t seed,
+                     int64_t first, bool zero_grad);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
