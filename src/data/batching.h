@@ -1,0 +1,122 @@
+/* batching.h - which samples make which optimizer step, and their packed arrays.
+ *
+ * One optimizer step is a list of micro-batches. How samples are grouped follows LlamaFactory v1
+ * (m = micro_batch_size, C = cutoff_len, A = grad_accum):
+ *   normal, padding_free   A micro-batches of m samples
+ *   dynamic_batching       samples in order while longest x count <= C*m; a micro-batch that fills
+ *                          the budget closes at once
+ *   dynamic_padding_free   samples in order while their sum <= C*m; closed by the sample that does
+ *                          not fit
+ *   packing                best-fit decreasing into micro-batches of C*m tokens, over windows of
+ *                          pack_window samples; the order of micro-batches is shuffled
+ * Whatever the grouping, a micro-batch is laid out packed: documents one after the other, no pad
+ * tokens, borders in cu_seqlens, positions from 0 in each document, labels shifted per document.
+ *
+ * Order. The permutation of an epoch depends on (seed, epoch) alone; rank r of D takes every D-th
+ * sample (packing: micro-batch) of it, starting with r. Every rank has the same number of steps
+ * and of micro-batches in each; in the last step of an epoch some may be empty (num_tokens 0).
+ *
+ * Ends. Without carry_over an epoch ends with a step of what is left: fewer micro-batches, or a
+ * smaller one. Its gradient is right because weights are divided by the sum over the step, so
+ * nothing is thrown away (LlamaFactory drops the rest). With carry_over (dynamic strategies under
+ * max_steps, as LlamaFactory) a micro-batch may go on with the first samples of the next epoch.
+ *
+ * Resume. The state is small JSON; a batcher that loads it gives exactly what the other would have
+ * given. No allocation after create. */
+#ifndef ITH_DATA_BATCHING_H
+#define ITH_DATA_BATCHING_H
+
+#include "data/samples.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct {
+    ith_batching strategy;
+    int64_t micro_batch_size, cutoff_len, grad_accum;
+    int64_t dp_rank, dp_size; /* 0 of 1 for a single process */
+    uint64_t seed;
+    bool shuffle;
+    bool carry_over;
+    int64_t num_epochs;    /* 0: endless */
+    int64_t pack_window;   /* samples; 0: 8192 */
+    const int64_t *subset; /* entries to use, ascending; NULL: all. Copied. */
+    int64_t num_subset;
+} ith_batcher_options;
+
+/* Training batches of a config. layout gives dp_size and grad_accum. */
+ith_batcher_options ith_batcher_options_from(const ith_config *config,
+                                             const ith_config_layout *layout, int64_t dp_rank);
+/* One pass in order without shuffling, for evaluation. */
+ith_batcher_options ith_batcher_eval_options(const ith_config *config,
+                                             const ith_config_layout *layout, int64_t dp_rank);
+
+/* All memory belongs to the batcher and lasts until the next fill. T = num_tokens. */
+typedef struct {
+    int64_t num_tokens, num_docs, num_labels; /* num_labels: rows with a target */
+    int32_t *ids;                             /* [T] */
+    int32_t *position_ids;                    /* [T] from 0 in each document */
+    int32_t *labels;     /* [T] target of row t, or -100; -100 in the last row of a document */
+    int32_t *cu_seqlens; /* [num_docs + 1] */
+    float *weights;      /* [T] weight of the target of row t, 0 without one */
+    int64_t *sample;     /* [num_docs] entry number */
+    double weight_sum;   /* of weights */
+} ith_micro_batch;
+
+/* Most that one micro-batch, or one step, of this rank can hold, in any epoch. */
+typedef struct {
+    int64_t max_tokens, max_docs, max_labels; /* of a micro-batch */
+    int64_t max_doc_tokens;                   /* of a document */
+    int64_t max_micro;                        /* micro-batches of a step */
+} ith_batch_limits;
+
+/* One optimizer step. Sums are over the micro-batches of this rank: add them over the ranks. */
+typedef struct {
+    int64_t step;  /* from 0, over the whole run */
+    int64_t epoch; /* from 0, in which the step began */
+    int64_t num_micro, num_docs, num_tokens, num_labels;
+    double weight_sum; /* C of the one gradient rule */
+    bool epoch_end;    /* the last step of its epoch */
+} ith_batch_step;
+
+typedef struct ith_batcher ith_batcher;
+
+/* samples must outlive the batcher. */
+ith_status ith_batcher_create(ith_batcher **out, const ith_samples *samples,
+                              const ith_batcher_options *options, ith_error *err);
+void ith_batcher_destroy(ith_batcher *batcher); /* NULL is fine */
+ith_batch_limits ith_batcher_limits(const ith_batcher *batcher);
+/* Limits that hold for any data: known before the data is read. */
+ith_batch_limits ith_batcher_limits_bound(const ith_batcher_options *options);
+
+/* Optimizer steps of the first epoch (with carry_over: rounded up), and of all num_epochs (0 when
+ * endless). Every rank gets the same. */
+int64_t ith_batcher_steps_per_epoch(const ith_batcher *batcher);
+int64_t ith_batcher_total_steps(const ith_batcher *batcher);
+
+/* Moves to the next step. False at the end of the last epoch. */
+bool ith_batcher_next(ith_batcher *batcher, ith_batch_step *step);
+/* Arrays of micro-batch j of the current step. Fails only when the cache is damaged. */
+ith_status ith_batcher_fill(ith_batcher *batcher, int64_t j, ith_micro_batch *out, ith_error *err);
+
+/* Position after the current step as a JSON object (new), and back. Loading fails with one line
+ * when data or settings are other ones than those of the state. */
+ith_status ith_batcher_save(const ith_batcher *batcher, json_t **out, ith_error *err);
+ith_status ith_batcher_load(ith_batcher *batcher, const json_t *state, ith_error *err);
+
+/* How full the micro-batches of one epoch are. */
+typedef struct {
+    int64_t num_micro, num_docs, num_tokens, num_steps;
+    int64_t capacity;      /* tokens a micro-batch may hold */
+    int64_t padded_tokens; /* what padding to the longest would compute */
+    double efficiency;     /* num_tokens / (num_micro * capacity) */
+    double pad_efficiency; /* num_tokens / padded_tokens */
+    int64_t sum_squares;   /* of document lengths: attention work */
+} ith_batch_report;
+ith_status ith_batcher_report(const ith_batcher *batcher, ith_batch_report *out, ith_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
