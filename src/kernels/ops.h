@@ -50,9 +50,10 @@ ith_status ith_rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_
  * position_ids[t]: y[i] = n[i]*cos[p,i] - n[i+rd/2]*sin[p,i];   y[i+rd/2] = n[i+rd/2]*cos[p,i] +
  * n[i]*sin[p,i];   rest passes. q_out, q: [T,Hq,Dh] act   k_out, k: [T,Hkv,Dh] act   q_rstd: [T,Hq]
  * f32   k_rstd: [T,Hkv] f32 q_w, k_w: [Dh] act, both absent: no norm (then rstd is absent too) cos,
- * sin: [P, rd/2] act position_ids: [T] I32 in [0,P), or [3,T] for mRoPE: frequency i reads axis[i]
- * (see rope_axis in the model). Head views may be strided rows of one qkv buffer. q_out/k_out may
- * alias q/k. */
+ * sin: [P, rd/2] act position_ids: [T] I32 in [0,P), or [3,T] for interleaved mRoPE: frequency i
+ * reads row i % 3 (time, height, width), which is every published mrope_section; other sections:
+ * tables of T rows made by the caller, and position_ids = 0..T-1. Head views may be strided rows of
+ * one qkv buffer. q_out/k_out may alias q/k. As in the plain norm, w_offset = 0 rounds twice. */
 ith_status ith_qk_norm_rope_forward(ith_ctx *ctx, ith_tensor q_out, ith_tensor k_out,
                                     ith_tensor q_rstd, ith_tensor k_rstd, ith_tensor q,
                                     ith_tensor k, ith_tensor q_w, ith_tensor k_w, ith_tensor cos,
@@ -96,7 +97,8 @@ ith_status ith_attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, it
                                   bool causal);
 /* One or more new queries per sequence against its cache. q, o: [B*n,Hq,Dh] act (n = queries per
  * sequence, the last n positions)   k_cache, v_cache: [B,C,Hkv,Dh] act   lengths: [B] I32 valid
- * cache rows including the new ones. */
+ * cache rows including the new ones. Causal among the new ones; a query that sees no row (length 0:
+ * an idle sequence) gives 0. */
 ith_status ith_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
                                 ith_tensor v_cache, ith_tensor lengths, float scale);
 
@@ -153,8 +155,8 @@ ith_status ith_router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor dtop
  * slot). No host round trip. */
 ith_status ith_expert_sort(ith_ctx *ctx, ith_tensor offsets, ith_tensor source, ith_tensor row_of,
                            ith_tensor topk_idx);
-/* For each expert e, on its rows: y = x w[e]^T       y: [S,N] act   x: [S,K] act   w: [E,N,K] act
- */
+/* For each expert e, on its rows: y = x w[e]^T       y: [S,N] act   x: [S,K] act   w: [E,N,K] act.
+ * Rows from offsets[E] on belong to nobody and stay as they are. */
 ith_status ith_grouped_linear_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor w,
                                       ith_tensor offsets);
 ith_status ith_grouped_linear_backward_input(ith_ctx *ctx, ith_tensor dx, ith_tensor dy,
@@ -190,8 +192,20 @@ ith_status ith_clip_scale(ith_ctx *ctx, ith_tensor norm, ith_tensor scale, ith_t
  * m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2; p = p*(1 - lr*wd) - lr * (m/(1-b1^t)) /
  * (sqrt(v/(1-b2^t)) + eps) p is `master` when present (f32; then w = round(master)), else w itself
  * (f32, or BF16 with stochastic rounding keyed by (seed, step, element)).  m, v: f32 or BF16 grad:
- * f32, set to zero when zero_grad.   All contiguous, n elements. first: index of element 0 in the
- * whole parameter (rounding must not depend on sharding). */
+ * f32, set to zero when zero_grad (also when scale[0] < 0).   All contiguous, n elements. first:
+ * index of element 0 in the whole parameter (rounding must not depend on sharding).
+ *
+ * All backends give the same bits: f32, each operation rounded by itself (no fused multiply-add,
+ * IEEE division and square root), in this order, with the new m and v before they are rounded to
+ * their type:
+ *     g  = scale*grad
+ *     m' = b1*m + (1-b1)*g                 v' = b2*v + ((1-b2)*g)*g
+ *     p' = p*decay - (step_size*m') / (sqrt(v')*v_factor + eps)
+ * where 1-b1, 1-b2, decay = 1 - lr*wd, step_size = lr/(1 - b1^t) and v_factor = 1/sqrt(1 - b2^t)
+ * are made on the host in double from the float hyper-parameters, then rounded to f32.
+ * Stochastic rounding of element i: r = low 16 bits of word 0 of ith_philox(key = seed, counter_hi
+ * = step, counter_lo = first + i); w = (bits(p') + r) >> 16; a p' that is not finite rounds to
+ * nearest. */
 ith_status ith_adamw(ith_ctx *ctx, ith_tensor w, ith_tensor master, ith_tensor m, ith_tensor v,
                      ith_tensor grad, ith_tensor scale, ith_adamw_hyper hyper, uint64_t seed,
                      int64_t first, bool zero_grad);

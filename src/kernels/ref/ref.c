@@ -1,0 +1,240 @@
+/* ref.c - the reference table: picks float or double by the type of the data, and holds the
+ * operators that only move bytes. */
+#include "kernels/ref/ref_internal.h"
+
+/* The operator under both types; `key` names the argument whose type decides. */
+#define PICK_RUN(op, key, params, args)                                                            \
+    static ith_status op params                                                                    \
+    {                                                                                              \
+        return (key).dtype == ITH_F64 ? ith_ref_f64.op.run args : ith_ref_f32.op.run args;         \
+    }
+#define PICK_WORKSPACE(op, key, params, args)                                                      \
+    static int64_t op##_workspace params                                                           \
+    {                                                                                              \
+        return (key).dtype == ITH_F64 ? ith_ref_f64.op.workspace args                              \
+                                      : ith_ref_f32.op.workspace args;                             \
+    }
+#define PICK(op, key, params, args)                                                                \
+    PICK_RUN(op, key, params, args)                                                                \
+    PICK_WORKSPACE(op, key, params, args)
+
+PICK_RUN(embedding_backward, dy, (ith_ctx * ctx, ith_t_ dw, ith_t_ dy, ith_t_ ids),
+         (ctx, dw, dy, ids))
+PICK_RUN(rmsnorm_forward, x,
+         (ith_ctx * ctx, ith_t_ y, ith_t_ sum, ith_t_ rstd, ith_t_ x, ith_t_ residual, ith_t_ w,
+          float eps, float w_offset),
+         (ctx, y, sum, rstd, x, residual, w, eps, w_offset))
+PICK_RUN(rmsnorm_backward, x,
+         (ith_ctx * ctx, ith_t_ dx, ith_t_ dw, ith_t_ dy, ith_t_ dres, ith_t_ x, ith_t_ rstd,
+          ith_t_ w, float w_offset),
+         (ctx, dx, dw, dy, dres, x, rstd, w, w_offset))
+PICK_RUN(qk_norm_rope_forward, q,
+         (ith_ctx * ctx, ith_t_ q_out, ith_t_ k_out, ith_t_ q_rstd, ith_t_ k_rstd, ith_t_ q,
+          ith_t_ k, ith_t_ q_w, ith_t_ k_w, ith_t_ cos, ith_t_ sin, ith_t_ position_ids, float eps,
+          float w_offset),
+         (ctx, q_out, k_out, q_rstd, k_rstd, q, k, q_w, k_w, cos, sin, position_ids, eps, w_offset))
+PICK_RUN(qk_norm_rope_backward, q,
+         (ith_ctx * ctx, ith_t_ dq, ith_t_ dk, ith_t_ dq_w, ith_t_ dk_w, ith_t_ dq_out,
+          ith_t_ dk_out, ith_t_ q, ith_t_ k, ith_t_ q_rstd, ith_t_ k_rstd, ith_t_ q_w, ith_t_ k_w,
+          ith_t_ cos, ith_t_ sin, ith_t_ position_ids, float w_offset),
+         (ctx, dq, dk, dq_w, dk_w, dq_out, dk_out, q, k, q_rstd, k_rstd, q_w, k_w, cos, sin,
+          position_ids, w_offset))
+PICK_RUN(linear_forward, x, (ith_ctx * ctx, ith_t_ y, ith_t_ x, ith_t_ w, bool accumulate),
+         (ctx, y, x, w, accumulate))
+PICK_RUN(linear_backward_input, dy,
+         (ith_ctx * ctx, ith_t_ dx, ith_t_ dy, ith_t_ w, bool accumulate),
+         (ctx, dx, dy, w, accumulate))
+PICK_RUN(linear_backward_weight, dy, (ith_ctx * ctx, ith_t_ dw, ith_t_ dy, ith_t_ x),
+         (ctx, dw, dy, x))
+PICK(attention_forward, q,
+     (ith_ctx * ctx, ith_t_ o, ith_t_ lse, ith_t_ q, ith_t_ k, ith_t_ v, ith_seqs seqs, float scale,
+      bool causal),
+     (ctx, o, lse, q, k, v, seqs, scale, causal))
+PICK(attention_backward, q,
+     (ith_ctx * ctx, ith_t_ dq, ith_t_ dk, ith_t_ dv, ith_t_ do_, ith_t_ q, ith_t_ k, ith_t_ v,
+      ith_t_ o, ith_t_ lse, ith_seqs seqs, float scale, bool causal),
+     (ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale, causal))
+PICK(attention_decode, q,
+     (ith_ctx * ctx, ith_t_ o, ith_t_ q, ith_t_ k_cache, ith_t_ v_cache, ith_t_ lengths,
+      float scale),
+     (ctx, o, q, k_cache, v_cache, lengths, scale))
+PICK_RUN(swiglu_forward, h, (ith_ctx * ctx, ith_t_ h, ith_t_ gate_up), (ctx, h, gate_up))
+PICK_RUN(swiglu_backward, dh, (ith_ctx * ctx, ith_t_ dgate_up, ith_t_ h, ith_t_ dh, ith_t_ gate_up),
+         (ctx, dgate_up, h, dh, gate_up))
+PICK_RUN(add, y, (ith_ctx * ctx, ith_t_ y, ith_t_ a, ith_t_ b), (ctx, y, a, b))
+PICK_RUN(cross_entropy, logits,
+         (ith_ctx * ctx, ith_t_ row_loss, ith_t_ logits, ith_t_ labels, ith_t_ seeds,
+          bool gradient),
+         (ctx, row_loss, logits, labels, seeds, gradient))
+PICK_RUN(router_forward, logits,
+         (ith_ctx * ctx, ith_t_ topk_w, ith_t_ topk_idx, ith_t_ probs, ith_t_ logits,
+          bool norm_topk),
+         (ctx, topk_w, topk_idx, probs, logits, norm_topk))
+PICK_RUN(router_backward, dlogits,
+         (ith_ctx * ctx, ith_t_ dlogits, ith_t_ dtopk_w, ith_t_ topk_w, ith_t_ topk_idx,
+          ith_t_ probs, ith_t_ expert_fraction, float aux_scale, bool norm_topk),
+         (ctx, dlogits, dtopk_w, topk_w, topk_idx, probs, expert_fraction, aux_scale, norm_topk))
+PICK_RUN(grouped_linear_forward, x, (ith_ctx * ctx, ith_t_ y, ith_t_ x, ith_t_ w, ith_t_ offsets),
+         (ctx, y, x, w, offsets))
+PICK_RUN(grouped_linear_backward_input, dy,
+         (ith_ctx * ctx, ith_t_ dx, ith_t_ dy, ith_t_ w, ith_t_ offsets), (ctx, dx, dy, w, offsets))
+PICK_RUN(grouped_linear_backward_weight, dy,
+         (ith_ctx * ctx, ith_t_ dw, ith_t_ dy, ith_t_ x, ith_t_ offsets), (ctx, dw, dy, x, offsets))
+PICK_RUN(expert_combine, y,
+         (ith_ctx * ctx, ith_t_ y, ith_t_ base, ith_t_ x, ith_t_ topk_w, ith_t_ row_of),
+         (ctx, y, base, x, topk_w, row_of))
+PICK_RUN(expert_combine_backward, dy,
+         (ith_ctx * ctx, ith_t_ dx, ith_t_ dtopk_w, ith_t_ dy, ith_t_ x, ith_t_ topk_w,
+          ith_t_ row_of),
+         (ctx, dx, dtopk_w, dy, x, topk_w, row_of))
+PICK_RUN(adamw, w,
+         (ith_ctx * ctx, ith_t_ w, ith_t_ master, ith_t_ m, ith_t_ v, ith_t_ grad, ith_t_ scale,
+          ith_adamw_hyper hyper, uint64_t seed, int64_t first, bool zero_grad),
+         (ctx, w, master, m, v, grad, scale, hyper, seed, first, zero_grad))
+
+/* Address of element n in row-major order. */
+static char *address(ith_tensor t, int64_t n)
+{
+    int64_t at = 0;
+    for (int d = t.ndim - 1; d >= 0; d--) {
+        at += n % t.shape[d] * t.stride[d];
+        n /= t.shape[d];
+    }
+    return (char *)t.data + at * ith_dtype_bytes(t.dtype);
+}
+
+static int32_t *int_at(ith_tensor t, int64_t n)
+{
+    ITH_ASSERT_SLOW(t.dtype == ITH_I32);
+    return (int32_t *)(void *)address(t, n);
+}
+
+static void copy_row(ith_tensor to, int64_t to_row, ith_tensor from, int64_t from_row)
+{
+    ITH_ASSERT(to_row >= 0 && to_row < to.shape[0] && from_row >= 0 && from_row < from.shape[0]);
+    int64_t size = ith_dtype_bytes(to.dtype);
+    memcpy((char *)to.data + to_row * to.stride[0] * size,
+           (const char *)from.data + from_row * from.stride[0] * size,
+           (size_t)(to.shape[1] * size));
+}
+
+static ith_status gather_rows(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor idx)
+{
+    (void)ctx;
+    for (int64_t i = 0; i < idx.shape[0]; i++)
+        copy_row(y, i, x, *int_at(idx, i));
+    return ITH_OK;
+}
+
+static ith_status embedding_forward(ith_ctx *ctx, ith_tensor y, ith_tensor ids, ith_tensor w)
+{
+    return gather_rows(ctx, y, w, ids);
+}
+
+static ith_status scatter_rows(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor idx)
+{
+    (void)ctx;
+    for (int64_t i = 0; i < idx.shape[0]; i++)
+        copy_row(y, *int_at(idx, i), x, i);
+    return ITH_OK;
+}
+
+static ith_status cast(ith_ctx *ctx, ith_tensor y, ith_tensor x)
+{
+    (void)ctx;
+    for (int64_t i = 0; i < ith_numel(y); i++)
+        ith_convert(address(y, i), y.dtype, address(x, i), x.dtype, 1);
+    return ITH_OK;
+}
+
+static ith_status zero(ith_ctx *ctx, ith_tensor y)
+{
+    (void)ctx;
+    for (int64_t i = 0; i < ith_numel(y); i++)
+        memset(address(y, i), 0, (size_t)ith_dtype_bytes(y.dtype));
+    return ITH_OK;
+}
+
+/* Counting sort. While rows are dealt out, offsets[e] is the next free row of expert e; afterwards
+ * it is the begin of e + 1, so the list is moved up by one. */
+static ith_status expert_sort(ith_ctx *ctx, ith_tensor offsets, ith_tensor source,
+                              ith_tensor row_of, ith_tensor topk_idx)
+{
+    (void)ctx;
+    int64_t experts = offsets.shape[0] - 1, pairs = ith_numel(topk_idx);
+    for (int64_t e = 0; e <= experts; e++)
+        *int_at(offsets, e) = 0;
+    for (int64_t i = 0; i < pairs; i++) {
+        int64_t e = *int_at(topk_idx, i);
+        ITH_ASSERT(e >= 0 && e < experts);
+        *int_at(offsets, e + 1) += 1;
+    }
+    for (int64_t e = 0; e < experts; e++)
+        *int_at(offsets, e + 1) += *int_at(offsets, e);
+    for (int64_t i = 0; i < pairs; i++) {
+        int32_t row = (*int_at(offsets, *int_at(topk_idx, i)))++;
+        *int_at(row_of, i) = row;
+        *int_at(source, row) = (int32_t)(i / topk_idx.shape[1]);
+    }
+    for (int64_t e = experts; e > 0; e--)
+        *int_at(offsets, e) = *int_at(offsets, e - 1);
+    *int_at(offsets, 0) = 0;
+    return ITH_OK;
+}
+
+/* These are in double whatever the type of their inputs. */
+static ith_status dot_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, ith_tensor b)
+{
+    return ith_ref_f64.dot_accumulate.run(ctx, out, a, b);
+}
+
+static ith_status sumsq_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor x)
+{
+    return ith_ref_f64.sumsq_accumulate.run(ctx, out, x);
+}
+
+static ith_status clip_scale(ith_ctx *ctx, ith_tensor norm, ith_tensor scale, ith_tensor sumsq,
+                             float max_norm)
+{
+    return ith_ref_f64.clip_scale.run(ctx, norm, scale, sumsq, max_norm);
+}
+
+const ith_backend *ith_backend_ref(void)
+{
+    static const ith_backend table = {
+        .name = "ref",
+        .embedding_forward = {embedding_forward, NULL},
+        .embedding_backward = {embedding_backward, NULL},
+        .rmsnorm_forward = {rmsnorm_forward, NULL},
+        .rmsnorm_backward = {rmsnorm_backward, NULL},
+        .qk_norm_rope_forward = {qk_norm_rope_forward, NULL},
+        .qk_norm_rope_backward = {qk_norm_rope_backward, NULL},
+        .linear_forward = {linear_forward, NULL},
+        .linear_backward_input = {linear_backward_input, NULL},
+        .linear_backward_weight = {linear_backward_weight, NULL},
+        .attention_forward = {attention_forward, attention_forward_workspace},
+        .attention_backward = {attention_backward, attention_backward_workspace},
+        .attention_decode = {attention_decode, attention_decode_workspace},
+        .swiglu_forward = {swiglu_forward, NULL},
+        .swiglu_backward = {swiglu_backward, NULL},
+        .gather_rows = {gather_rows, NULL},
+        .scatter_rows = {scatter_rows, NULL},
+        .add = {add, NULL},
+        .cast = {cast, NULL},
+        .zero = {zero, NULL},
+        .cross_entropy = {cross_entropy, NULL},
+        .dot_accumulate = {dot_accumulate, NULL},
+        .router_forward = {router_forward, NULL},
+        .router_backward = {router_backward, NULL},
+        .expert_sort = {expert_sort, NULL},
+        .grouped_linear_forward = {grouped_linear_forward, NULL},
+        .grouped_linear_backward_input = {grouped_linear_backward_input, NULL},
+        .grouped_linear_backward_weight = {grouped_linear_backward_weight, NULL},
+        .expert_combine = {expert_combine, NULL},
+        .expert_combine_backward = {expert_combine_backward, NULL},
+        .sumsq_accumulate = {sumsq_accumulate, NULL},
+        .clip_scale = {clip_scale, NULL},
+        .adamw = {adamw, NULL},
+    };
+    return &table;
+}

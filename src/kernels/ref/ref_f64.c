@@ -1,0 +1,7 @@
+/* ref_f64.c - the reference operators in double: what the others are measured against. */
+#define REAL double
+#define EXP exp
+#define LOG log
+#define SQRT sqrt
+#define TABLE ith_ref_f64
+#include "kernels/ref/ref_ops.inc"
