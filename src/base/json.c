@@ -22,7 +22,8 @@ static ith_status parse(json_t **out, const char *text, int64_t len, const char 
     json_error_t json_err;
     flags |= JSON_DECODE_ANY | JSON_ALLOW_NUL;
     json_t *value = json_loadb(text ? text : "", (size_t)len, flags, &json_err);
-    if (!value && json_error_code(&json_err) == json_error_numeric_overflow)
+    bool exact = flags & JSON_REJECT_DUPLICATES; /* file formats: no integer may change */
+    if (!value && !exact && json_error_code(&json_err) == json_error_numeric_overflow)
         value = json_loadb(text, (size_t)len, flags | JSON_DECODE_INT_AS_REAL, &json_err);
     if (!value) {
         ith_status status = json_error_code(&json_err) == json_error_out_of_memory ? ITH_ERR_MEMORY

@@ -17,7 +17,8 @@ extern "C" {
 /* Parses exactly one JSON value from text[0..len). Caller frees with json_decref. */
 ith_status ith_json_parse(json_t **out, const char *text, int64_t len, const char *name,
                           ith_error *err);
-/* The same, but a key that stands twice in one object is an error (jansson keeps the last). */
+/* For file formats: a key that stands twice in one object (jansson keeps the last) and an integer
+ * beyond 64 bits are errors. */
 ith_status ith_json_parse_unique(json_t **out, const char *text, int64_t len, const char *name,
                                  ith_error *err);
 ith_status ith_json_load(json_t **out, const char *path, ith_error *err);

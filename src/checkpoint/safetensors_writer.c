@@ -74,7 +74,8 @@ static ith_status plan_shards(ith_st_writer *w, int64_t max_bytes, ith_error *er
 {
     int64_t cap = 0, begin = 0, bytes = 0;
     for (int64_t i = 0; i <= w->count; i++) {
-        bool full = i < w->count && i > begin && w->tensors[i].bytes > max_bytes - bytes;
+        bool full = i < w->count && i > begin && w->tensors[i].bytes &&
+                    w->tensors[i].bytes > max_bytes - bytes;
         if (full || i == w->count) {
             ITH_TRY(ith_grow((void **)&w->shards, &cap, w->num_shards + 1, sizeof *w->shards,
                              "shards", err));
