@@ -62,6 +62,10 @@ typedef enum {
     ITH_INIT_ON_RANK0,
     ITH_INIT_ON_DEFAULT
 } ith_init_name;
+typedef enum { ITH_EP_EAGER, ITH_EP_FUSED, ITH_EP_MC2, ITH_EP_DOMINO } ith_ep_dispatcher;
+typedef enum { ITH_FSDP_NATIVE, ITH_FSDP_CUSTOM } ith_fsdp_implementation;
+typedef enum { ITH_CP_ULYSSES } ith_cp_mode;
+typedef enum { ITH_SAMPLE_HF, ITH_SAMPLE_VLLM } ith_sample_backend;
 typedef enum { ITH_MTP_NONE, ITH_MTP_ON } ith_mtp_name;
 typedef enum { ITH_REPORT_TENSORBOARD = 1 } ith_report_to; /* bits */
 
@@ -114,13 +118,18 @@ typedef struct {
     ith_dist_name name;
     bool reshard_after_forward, offload_params, pin_memory;
     const char *dcp_path;
-    int64_t ep_size;
+    int64_t ep_size; /* fsdpturbo, as all below but config_file */
+    ith_ep_dispatcher ep_dispatcher;
+    ith_config_list fsdp_ignored_modules, hook_modules;
+    ith_fsdp_implementation fsdp_implementation;
     const char *config_file; /* deepspeed */
 } ith_dist_config;
 
 typedef struct {
     ith_quant_name name;
     int64_t quantization_bit; /* 4, 8 or ITH_CONFIG_UNSET */
+    const char *compute_dtype, *quantization_type;
+    bool double_quantization;
 } ith_quant_config;
 
 typedef struct {
@@ -128,6 +137,14 @@ typedef struct {
     int64_t num_layers;
     double loss_scale;
 } ith_mtp_config;
+
+/* Kernels of the Python program; kept for the dump only. */
+typedef struct {
+    const char *name; /* comma list, NULL: not given */
+    const char *include_kernels;
+    int64_t chunk_size;
+    bool require_logits;
+} ith_kernel_config;
 
 /* Sizes of the run that depend on the number of processes; see ith_config_resolve_layout. */
 typedef struct {
@@ -144,6 +161,7 @@ typedef struct {
     ith_flash_attn flash_attn;
     ith_model_class model_class;
     ith_init_name init;
+    ith_kernel_config kernel;
     ith_peft_config peft;
     ith_quant_config quant;
     ith_mtp_config mtp;
@@ -197,7 +215,9 @@ typedef struct {
     int64_t memory_limit; /* bytes; ITH_CONFIG_UNSET: what the machine has */
     ith_dist_config dist;
     int64_t dp_size, cp_size; /* dp_size: ITH_CONFIG_UNSET = world / cp */
-    int64_t mp_replicate_size, mp_shard_size, dist_timeout;
+    ith_cp_mode cp_mode;
+    int64_t mp_replicate_size, mp_shard_size; /* mp_shard_size: ITH_CONFIG_UNSET = the rest */
+    int64_t dist_timeout;                     /* seconds */
 
     /* preference losses */
     ith_pref_loss pref_loss;
@@ -205,6 +225,7 @@ typedef struct {
     bool disable_dropout;
 
     /* generation */
+    ith_sample_backend sample_backend;
     int64_t max_new_tokens;
 
     /* where it came from; private to config.c */
@@ -221,14 +242,17 @@ typedef enum {
 typedef struct {
     const char *name;
     const char *section;      /* heading in docs and dump */
-    const char *type_text;    /* "integer >= 1", "sdpa | eager | ...", for people */
     const char *default_text; /* as it would be written in YAML; "null" for unset */
     const char *help;
     const char *plugins; /* values of <map>.name it belongs to, comma list; NULL: all */
     ith_key_status status;
+    const char *why; /* why it is not needed, or what is missing; NULL for used keys */
+    bool is_plugin;  /* a map with a name */
 } ith_config_key;
 int ith_config_num_keys(void);
 ith_config_key ith_config_key_at(int idx);
+/* What a key takes, for people: "an integer >= 1", "one of eager, sdpa, flash_attention_2". */
+const char *ith_config_key_type(int idx, char *buf, size_t size);
 
 /* Reads `path` (.yaml, .yml, .json; NULL: defaults only), then key=value overrides. */
 ith_status ith_config_load(ith_config *out, const char *path, const char *const *overrides,

@@ -1,0 +1,774 @@
+/* config.c - from a file and key=value arguments to an ith_config.
+ * Steps: parse; tell the dialect; spread the tree over the rows of the key table (later arguments
+ * replace earlier values); read every row, given or default; check combinations. User mistakes are
+ * collected and reported together, in file order. */
+#include "config/config.h"
+
+#include "base/checked.h"
+#include "base/env.h"
+#include "config/config_internal.h"
+#include "config/yaml_internal.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <sys/random.h>
+
+typedef struct {
+    ith_config config;
+    struct ith_config_origin *origin;
+    config_problems problems;
+    ith_error *err;
+} loader;
+
+/* ---- problems ---- */
+
+ith_status ith_config_add_problem(config_problems *problems, const ith_yaml_node *where,
+                                  ith_status status, ith_error *err)
+{
+    if (status == ITH_OK)
+        return ITH_OK;
+    if (status != ITH_ERR_USAGE && status != ITH_ERR_UNSUPPORTED)
+        return ith_fail(problems->err, status, "%s", err->text);
+    void *items = problems->items;
+    ith_error grow_err = {0};
+    ith_status grown =
+        ith_grow(&items, &problems->cap, problems->count + 1, (int64_t)sizeof *problems->items,
+                 "configuration errors", &grow_err);
+    problems->items = items;
+    char *text = grown == ITH_OK && err ? ith_strndup(err->text, (int64_t)strlen(err->text)) : NULL;
+    ith_error_clear(err);
+    if (!text)
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory while reading the configuration");
+    problems->items[problems->count++] =
+        (config_problem){where && where->line ? where->line : INT32_MAX,
+                         where && where->line ? where->column : 0, text};
+    return ITH_OK;
+}
+
+static int by_position(const void *a, const void *b)
+{
+    const config_problem *x = a, *y = b;
+    if (x->line != y->line)
+        return x->line < y->line ? -1 : 1;
+    return x->column < y->column ? -1 : x->column > y->column;
+}
+
+/* All problems as one failure, a line each; as many as fit, the rest counted. */
+static ith_status report_problems(config_problems *problems, ith_error *err)
+{
+    if (problems->count == 0)
+        return ITH_OK;
+    qsort(problems->items, (size_t)problems->count, sizeof *problems->items, by_position);
+    ith_buf text = {0};
+    int64_t shown = 0;
+    for (; shown < problems->count; shown++) {
+        const char *line = problems->items[shown].text;
+        if (shown && text.len + (int64_t)strlen(line) > ITH_ERROR_TEXT_BYTES - 64)
+            break;
+        ith_buf_printf(&text, "%s%s", shown ? "\n" : "", line);
+    }
+    if (shown < problems->count)
+        ith_buf_printf(&text, "\n... and %lld more", (long long)(problems->count - shown));
+    ith_status status = ith_buf_check(&text, "configuration errors", err);
+    if (status == ITH_OK)
+        status = ith_fail(err, ITH_ERR_USAGE, "%s", text.data);
+    ith_buf_deinit(&text);
+    return status;
+}
+
+static void free_problems(config_problems *problems)
+{
+    for (int64_t i = 0; i < problems->count; i++)
+        ith_free(problems->items[i].text);
+    ith_free(problems->items);
+}
+
+/* ---- dialect ---- */
+
+typedef struct {
+    const char *key, *kind, *advice;
+} foreign_key;
+
+/* Keys that show at once that a file is written for something else. */
+static const foreign_key foreign_keys[] = {
+    {"finetuning_type", "a LlamaFactory v0 file", "write it with LlamaFactory v1 keys"},
+    {"stage", "a LlamaFactory v0 file", "write it with LlamaFactory v1 keys"},
+    {"parallelism_config", "an accelerate file", "that dialect is not built yet"},
+    {"distributed_type", "an accelerate file", "that dialect is not built yet"},
+    {"model_name_or_path", "a TRL file", "that dialect is not built yet"},
+    {"dataset_name", "a TRL file", "that dialect is not built yet"},
+};
+
+/* The dialect is told by its keys. Only LlamaFactory v1 is read so far; the others end here, where
+ * their readers will be called. */
+static ith_status check_dialect(const ith_yaml_node *root, ith_error *err)
+{
+    for (size_t i = 0; i < sizeof foreign_keys / sizeof *foreign_keys; i++)
+        for (int64_t k = 0; k < root->count; k++) {
+            const ith_yaml_node *key = root->pairs[k].key;
+            if (strcmp(key->text, foreign_keys[i].key) != 0)
+                continue;
+            ith_yaml_fail(key, err, "%s: this is %s (%s)", key->text, foreign_keys[i].kind,
+                          foreign_keys[i].advice);
+            if (err)
+                err->status = ITH_ERR_UNSUPPORTED;
+            return ITH_ERR_UNSUPPORTED;
+        }
+    const ith_yaml_node *model = ith_yaml_find(root, "model");
+    const ith_yaml_node *train = ith_yaml_find(root, "train");
+    if ((model && model->kind == ITH_YAML_MAP) || (train && train->kind == ITH_YAML_MAP)) {
+        const ith_yaml_node *at = model && model->kind == ITH_YAML_MAP ? model : train;
+        ith_yaml_fail(at, err,
+                      "%s: this is a dFactory or VeOmni file (that dialect is not built yet)",
+                      at == model ? "model" : "train");
+        if (err)
+            err->status = ITH_ERR_UNSUPPORTED;
+        return ITH_ERR_UNSUPPORTED;
+    }
+    return ITH_OK;
+}
+
+/* ---- unknown keys ---- */
+
+static const struct {
+    const char *from, *to;
+} renamed_keys[] = {
+    {"evaluation_strategy", "eval_strategy"},
+    {"per_device_train_batch_size", "micro_batch_size"},
+    {"per_device_eval_batch_size", "micro_batch_size"},
+    {"gradient_accumulation_steps", "global_batch_size = dp_size * micro_batch_size * steps"},
+    {"max_seq_length", "cutoff_len"},
+    {"max_length", "cutoff_len"},
+    {"max_seq_len", "cutoff_len"},
+    {"lr", "learning_rate"},
+    {"optim_config.lr", "learning_rate"},
+    {"lr_scheduler_type", "lr_scheduler_config.name"},
+    {"warmup_ratio", "lr_scheduler_config.warmup_ratio"},
+    {"warmup_steps", "lr_scheduler_config.warmup_steps"},
+    {"adam_beta1", "optim_config.beta1"},
+    {"adam_beta2", "optim_config.beta2"},
+    {"adam_epsilon", "optim_config.eps"},
+    {"weight_decay", "optim_config.weight_decay"},
+    {"optim", "optim_config.name"},
+    {"gradient_checkpointing", "enable_activation_checkpointing"},
+    {"epochs", "num_train_epochs"},
+    {"dataset", "train_dataset"},
+    {"val_size", "eval_split_ratio"},
+    {"dataloader_num_workers", "nproc"},
+    {"preprocessing_num_workers", "nproc"},
+    {"template", "custom_chat_template"},
+    {"packing", "batching_strategy: packing"},
+    {"sequence_parallel_size", "cp_size"},
+    {"deepspeed", "dist_config: {name: deepspeed, config_file: ...}"},
+    {"fp16", "bf16"},
+};
+
+static ith_status fail_unknown(const ith_yaml_node *key, const char *name, ith_error *err)
+{
+    for (size_t i = 0; i < sizeof renamed_keys / sizeof *renamed_keys; i++)
+        if (strcmp(renamed_keys[i].from, name) == 0)
+            return ith_yaml_fail(key, err, "%s: unknown key (here it is %s)", name,
+                                 renamed_keys[i].to);
+    const char *names[ITH_MAX_CONFIG_KEYS];
+    for (int i = 0; i < ith_config_num_rows; i++)
+        names[i] = ith_config_rows[i].name;
+    const char *near = ith_nearest_name(name, names, ith_config_num_rows);
+    if (near)
+        return ith_yaml_fail(key, err, "%.80s: unknown key (did you mean %s?)", name, near);
+    return ith_yaml_fail(key, err, "%.80s: unknown key (docs/config.md lists all)", name);
+}
+
+/* ---- spreading the tree over the rows ---- */
+
+static ith_status keep_yaml(loader *l, const ith_yaml *yaml)
+{
+    struct ith_config_origin *origin = l->origin;
+    void *extra = origin->extra;
+    ith_status status = ith_grow(&extra, &origin->cap_extra, origin->num_extra + 1,
+                                 (int64_t)sizeof *origin->extra, "configuration", l->err);
+    origin->extra = extra;
+    if (status == ITH_OK)
+        origin->extra[origin->num_extra++] = *yaml;
+    return status;
+}
+
+static void clear_plugin(loader *l, int plugin)
+{
+    for (int i = 0; i < ith_config_num_rows; i++)
+        if (i == plugin || ith_config_plugin_of(i) == plugin)
+            l->origin->given[i] = (config_given){0};
+}
+
+static ith_status give_plugin(loader *l, int plugin, const ith_yaml_node *key,
+                              const ith_yaml_node *value);
+
+/* name: the full key, at most 200 bytes. */
+static ith_status give(loader *l, const char *name, const ith_yaml_node *key,
+                       const ith_yaml_node *value)
+{
+    ith_error err = {0};
+    size_t len = strlen(name);
+    int idx = ith_config_find_row(name, len);
+    if (idx >= 0 && ith_config_rows[idx].kind == KEY_PLUGIN)
+        return give_plugin(l, idx, key, value);
+    const char *dot = strchr(name, '.');
+    int plugin = dot ? ith_config_find_row(name, (size_t)(dot - name)) : -1;
+    if (idx < 0 && plugin >= 0 && strcmp(dot, ".name") == 0)
+        idx = plugin;
+    if (idx >= 0) {
+        l->origin->given[idx] = (config_given){key, value};
+        return ITH_OK;
+    }
+    if (plugin < 0 && !dot && ith_env_truthy(ITH_ENV_ALLOW_EXTRA_KEYS))
+        return ITH_OK;
+    return ith_config_add_problem(&l->problems, key, fail_unknown(key, name, &err), &err);
+}
+
+static ith_status give_map(loader *l, int plugin, const ith_yaml_node *map)
+{
+    for (int64_t i = 0; i < map->count; i++) {
+        char name[256];
+        snprintf(name, sizeof name, "%s.%.200s", ith_config_rows[plugin].name,
+                 map->pairs[i].key->text);
+        ITH_TRY(give(l, name, map->pairs[i].key, map->pairs[i].value));
+    }
+    return ITH_OK;
+}
+
+/* null, a map, a JSON text, or (ours) the bare name. A map merges into what was given before. */
+static ith_status give_plugin(loader *l, int plugin, const ith_yaml_node *key,
+                              const ith_yaml_node *value)
+{
+    ith_error err = {0};
+    const char *name = ith_config_rows[plugin].name;
+    if (value->kind == ITH_YAML_MAP && value->count > 0)
+        return give_map(l, plugin, value);
+    if (ith_yaml_is_null(value)) {
+        clear_plugin(l, plugin);
+        return ITH_OK;
+    }
+    if (value->kind == ITH_YAML_SCALAR && value->type == ITH_YAML_STR && value->text[0] == '{') {
+        ith_yaml json = {0};
+        ith_status status = ith_yaml_parse_at(&json, value->text, value->len, name, value, &err);
+        if (status == ITH_OK) {
+            ITH_TRY(keep_yaml(l, &json));
+            return give_plugin(l, plugin, key, json.root);
+        }
+        return ith_config_add_problem(&l->problems, value, status, &err);
+    }
+    char found[80];
+    ith_status status =
+        ith_yaml_fail(value, &err, "%s: found %s (use a map with a name)", name,
+                      value->kind == ITH_YAML_MAP ? "an empty map"
+                                                  : ith_yaml_describe(value, found, sizeof found));
+    return ith_config_add_problem(&l->problems, value, status, &err);
+}
+
+static ith_status give_file(loader *l)
+{
+    const ith_yaml_node *root = l->origin->file.root;
+    if (ith_yaml_is_null(root))
+        return ITH_OK;
+    ITH_TRY(ith_yaml_get_map(root, "this file", l->err));
+    ITH_TRY(check_dialect(root, l->err));
+    for (int64_t i = 0; i < root->count; i++) {
+        const ith_yaml_node *key = root->pairs[i].key;
+        ith_error err = {0};
+        if (strchr(key->text, '.') || strlen(key->text) > 200) {
+            ITH_TRY(ith_config_add_problem(&l->problems, key, fail_unknown(key, key->text, &err),
+                                           &err));
+            continue;
+        }
+        ITH_TRY(give(l, key->text, key, root->pairs[i].value));
+    }
+    return ITH_OK;
+}
+
+/* key=value; the value is YAML. Leading dashes are fine: --learning_rate=1e-5. */
+static ith_status give_override(loader *l, const char *text)
+{
+    const char *key = text + strspn(text, "-"), *equals = strchr(key, '=');
+    if (!equals || equals == key || equals - key > 200)
+        return ith_fail(l->err, ITH_ERR_USAGE, "'%.200s': not key=value", text);
+    ith_yaml yaml = {0};
+    char name[256];
+    snprintf(name, sizeof name, "%.*s", (int)(equals - key), key);
+    ith_yaml_node *where = ith_arena_alloc(&l->origin->arena, (int64_t)sizeof *where);
+    char *argument = ith_arena_strndup(&l->origin->arena, "command line", 12);
+    if (!where || !argument)
+        return ith_fail(l->err, ITH_ERR_MEMORY, "out of memory while reading arguments");
+    *where = (ith_yaml_node){.file = argument, .text = argument};
+    ith_error err = {0};
+    ith_status status =
+        ith_yaml_parse_at(&yaml, equals + 1, (int64_t)strlen(equals + 1), argument, where, &err);
+    if (status != ITH_OK) {
+        ith_wrap(&err, status, "%s", name);
+        return ith_config_add_problem(&l->problems, NULL, status, &err);
+    }
+    ITH_TRY(keep_yaml(l, &yaml));
+    return give(l, name, where, yaml.root);
+}
+
+/* ---- reading values ---- */
+
+static ith_status out_of_memory(loader *l)
+{
+    return ith_fail(l->err, ITH_ERR_MEMORY, "out of memory while reading the configuration");
+}
+
+static ith_status fail_type(const ith_yaml_node *node, int idx, ith_error *err)
+{
+    char found[80], wanted[400];
+    return ith_yaml_fail(node, err, "%s: found %s (use %s)", ith_config_rows[idx].name,
+                         ith_yaml_describe(node, found, sizeof found),
+                         ith_config_key_type(idx, wanted, sizeof wanted));
+}
+
+static bool in_range(const config_row *row, double value)
+{
+    return (row->min_open ? value > row->min : value >= row->min) &&
+           (row->max_open ? value < row->max : value <= row->max);
+}
+
+static int find_word(const char *words, const char *text, size_t text_len)
+{
+    int len = 0;
+    for (int i = 0;; i++) {
+        const char *word = ith_config_word(words, i, &len);
+        if (!word)
+            return -1;
+        if (*word != '-' && (size_t)len == text_len && memcmp(word, text, text_len) == 0)
+            return i;
+    }
+}
+
+static bool is_scalar(const ith_yaml_node *node)
+{
+    return node->kind == ITH_YAML_SCALAR && (int64_t)strlen(node->text) == node->len;
+}
+
+static ith_status copy_text(loader *l, const char *text, size_t len, const char **out)
+{
+    *out = ith_arena_strndup(&l->origin->arena, text, (int64_t)len);
+    return *out ? ITH_OK : out_of_memory(l);
+}
+
+static bool read_int(const config_row *row, const ith_yaml_node *node, int64_t *out)
+{
+    int64_t value = 0;
+    if (ith_yaml_get_int(node, "", INT64_MIN, INT64_MAX, &value, NULL) != ITH_OK ||
+        !in_range(row, (double)value))
+        return false;
+    if (row->words) { /* a set of integers */
+        char digits[32];
+        int len = snprintf(digits, sizeof digits, "%lld", (long long)value);
+        if (find_word(row->words, digits, (size_t)len) < 0)
+            return false;
+    }
+    *out = value;
+    return true;
+}
+
+/* 16GiB, 4GB, 512 MB, 1.5TiB, 4096 -> bytes. */
+static bool read_size(const config_row *row, const ith_yaml_node *node, int64_t *out)
+{
+    static const struct {
+        const char *unit;
+        double bytes;
+    } units[] = {{"", 1},      {"b", 1},        {"kb", 1e3},     {"mb", 1e6},     {"gb", 1e9},
+                 {"tb", 1e12}, {"kib", 0x1p10}, {"mib", 0x1p20}, {"gib", 0x1p30}, {"tib", 0x1p40}};
+    if (!is_scalar(node))
+        return false;
+    size_t digits = strspn(node->text, "0123456789.");
+    char number[64];
+    double value = 0;
+    if (digits == 0 || digits >= sizeof number)
+        return false;
+    memcpy(number, node->text, digits);
+    number[digits] = '\0';
+    if (!ith_yaml_parse_float(number, &value))
+        return false;
+    const char *unit = node->text + digits;
+    unit += strspn(unit, " ");
+    for (size_t i = 0; i < sizeof units / sizeof *units; i++)
+        if (strcasecmp(unit, units[i].unit) == 0) {
+            value *= units[i].bytes;
+            if (!in_range(row, value))
+                return false;
+            *out = (int64_t)value;
+            return true;
+        }
+    return false;
+}
+
+static bool read_flags(const config_row *row, const ith_yaml_node *node, int64_t *out)
+{
+    int64_t flags = 0;
+    if (is_scalar(node) && (strcmp(node->text, "none") == 0 || ith_yaml_is_null(node))) {
+        *out = 0;
+        return true;
+    }
+    for (int64_t i = 0; i < (node->kind == ITH_YAML_SEQ ? node->count : 1); i++) {
+        const ith_yaml_node *item = node->kind == ITH_YAML_SEQ ? node->items[i] : node;
+        int bit = is_scalar(item) ? find_word(row->words, item->text, strlen(item->text)) : -1;
+        if (bit < 0)
+            return false;
+        flags |= (int64_t)1 << bit;
+    }
+    *out = flags;
+    return true;
+}
+
+static bool read_float2(const config_row *row, const ith_yaml_node *node, double out[2])
+{
+    double values[2] = {0, 0};
+    if (node->kind != ITH_YAML_SEQ || node->count != 2)
+        return false;
+    for (int i = 0; i < 2; i++)
+        if (ith_yaml_get_float(node->items[i], "", -INFINITY, INFINITY, &values[i], NULL) !=
+                ITH_OK ||
+            !in_range(row, values[i]))
+            return false;
+    memcpy(out, values, sizeof values);
+    return true;
+}
+
+/* Items of a sequence, or of one text: at commas for KEY_LIST, as a whole for KEY_PATHS. */
+static ith_status read_list(loader *l, int idx, const ith_yaml_node *node, ith_error *err,
+                            ith_config_list *out)
+{
+    bool split = ith_config_rows[idx].kind == KEY_LIST && node->kind == ITH_YAML_SCALAR;
+    int64_t room = node->kind == ITH_YAML_SEQ ? node->count : 1;
+    for (const char *p = node->text; split && *p; p++)
+        room += *p == ',';
+    ith_config_list list = {0};
+    list.items = ith_arena_alloc(&l->origin->arena, room * (int64_t)sizeof *list.items);
+    if (!list.items)
+        return out_of_memory(l);
+    for (int64_t i = 0; node->kind == ITH_YAML_SEQ && i < node->count; i++) {
+        const ith_yaml_node *item = node->items[i];
+        if (!is_scalar(item) || ith_yaml_is_null(item))
+            return fail_type(item, idx, err);
+        ITH_TRY(copy_text(l, item->text, strlen(item->text), &list.items[list.count++]));
+    }
+    if (node->kind == ITH_YAML_SEQ) {
+        *out = list;
+        return ITH_OK;
+    }
+    if (!is_scalar(node))
+        return fail_type(node, idx, err);
+    for (const char *p = node->text; *p;) {
+        p += strspn(p, " ");
+        size_t len = split ? strcspn(p, ",") : strlen(p), used = len;
+        while (used > 0 && p[used - 1] == ' ')
+            used--;
+        if (used > 0)
+            ITH_TRY(copy_text(l, p, used, &list.items[list.count++]));
+        p += len + (p[len] == ',');
+    }
+    *out = list;
+    return ITH_OK;
+}
+
+static ith_status read_plugin_name(loader *l, int idx, const ith_yaml_node *node, ith_error *err)
+{
+    const config_row *row = &ith_config_rows[idx];
+    char found[80], wanted[400];
+    if (!row->words) {
+        const char *name = NULL;
+        if (!is_scalar(node) || ith_yaml_is_null(node))
+            return ith_yaml_fail(node, err, "%s.name: found %s (use text)", row->name,
+                                 ith_yaml_describe(node, found, sizeof found));
+        ITH_TRY(copy_text(l, node->text, strlen(node->text), &name));
+        memcpy(ith_config_field(&l->config, idx), &name, sizeof name);
+        return ITH_OK;
+    }
+    int value = is_scalar(node) ? find_word(row->words, node->text, strlen(node->text)) : -1;
+    if (value < 0) {
+        const char *type = ith_config_key_type(idx, wanted, sizeof wanted);
+        const char *colon = strchr(type, ':');
+        return ith_yaml_fail(node, err, "%s.name: found %s (use%s)", row->name,
+                             ith_yaml_describe(node, found, sizeof found),
+                             colon ? colon + 1 : " a name");
+    }
+    memcpy(ith_config_field(&l->config, idx), &value, sizeof value);
+    return ITH_OK;
+}
+
+static ith_status read_null(loader *l, int idx, const ith_yaml_node *node, ith_error *err)
+{
+    const config_row *row = &ith_config_rows[idx];
+    void *field = ith_config_field(&l->config, idx);
+    if (!row->nullable)
+        return fail_type(node, idx, err);
+    if (row->kind == KEY_INT || row->kind == KEY_SIZE) {
+        *(int64_t *)field = ITH_CONFIG_UNSET;
+    } else if (row->kind == KEY_FLOAT) {
+        *(double *)field = (double)NAN;
+    } else if (row->kind == KEY_TEXT) {
+        const char *none = NULL;
+        memcpy(field, &none, sizeof none);
+    } else if (row->kind == KEY_ENUM) {
+        int unset = -1;
+        memcpy(field, &unset, sizeof unset);
+    } else if (row->kind == KEY_FLAGS) {
+        *(int64_t *)field = 0;
+    } else if (row->kind == KEY_LIST || row->kind == KEY_PATHS) {
+        *(ith_config_list *)field = (ith_config_list){0};
+    }
+    return ITH_OK;
+}
+
+static ith_status read_value(loader *l, int idx, const ith_yaml_node *node, ith_error *err)
+{
+    const config_row *row = &ith_config_rows[idx];
+    void *field = ith_config_field(&l->config, idx);
+    const char *text = NULL;
+    int word = 0;
+    bool ok = false;
+    if (row->kind == KEY_PLUGIN)
+        return read_plugin_name(l, idx, node, err);
+    if (ith_yaml_is_null(node) && !(row->kind == KEY_FLAGS))
+        return read_null(l, idx, node, err);
+    switch (row->kind) {
+    case KEY_BOOL:
+        ok = ith_yaml_get_bool(node, "", (bool *)field, NULL) == ITH_OK;
+        break;
+    case KEY_INT:
+        ok = read_int(row, node, (int64_t *)field);
+        break;
+    case KEY_FLOAT:
+        ok = ith_yaml_get_float(node, "", -INFINITY, INFINITY, (double *)field, NULL) == ITH_OK &&
+             in_range(row, *(double *)field);
+        break;
+    case KEY_FLOAT2:
+        ok = read_float2(row, node, (double *)field);
+        break;
+    case KEY_SIZE:
+        ok = read_size(row, node, (int64_t *)field);
+        break;
+    case KEY_FLAGS:
+        ok = read_flags(row, node, (int64_t *)field);
+        break;
+    case KEY_ENUM:
+        word = is_scalar(node) ? find_word(row->words, node->text, strlen(node->text)) : -1;
+        ok = word >= 0;
+        if (ok)
+            memcpy(field, &word, sizeof word);
+        break;
+    case KEY_TEXT:
+        ITH_TRY(ith_yaml_get_string(node, row->name, &text, err));
+        ITH_TRY(copy_text(l, text, strlen(text), &text));
+        memcpy(field, &text, sizeof text);
+        return ITH_OK;
+    case KEY_LIST:
+    case KEY_PATHS:
+        return read_list(l, idx, node, err, (ith_config_list *)field);
+    case KEY_PLUGIN:
+        break;
+    }
+    return ok ? ITH_OK : fail_type(node, idx, err);
+}
+
+/* Defaults are YAML texts and take the same way as the user's values. */
+static ith_status read_default(loader *l, int idx, ith_error *err)
+{
+    const char *text = ith_config_rows[idx].default_text;
+    if (text[0] == '[') {
+        ith_yaml yaml = {0};
+        ITH_TRY(ith_yaml_parse(&yaml, text, (int64_t)strlen(text), "default", err));
+        ith_status status = read_value(l, idx, yaml.root, err);
+        ith_yaml_deinit(&yaml);
+        return status;
+    }
+    ith_yaml_node node = {.file = "default", .text = text, .len = (int64_t)strlen(text)};
+    ith_yaml_resolve_plain(&node);
+    if (ith_config_rows[idx].kind == KEY_PLUGIN && node.type == ITH_YAML_NULL)
+        return ITH_OK; /* zero: the "-" word, or no name */
+    return read_value(l, idx, &node, err);
+}
+
+static ith_status read_row(loader *l, int idx)
+{
+    const config_given *given = &l->origin->given[idx];
+    ith_error err = {0};
+    ith_status status = ITH_OK;
+    if (given->value) {
+        status = read_value(l, idx, given->value, &err);
+    } else {
+        status = read_default(l, idx, &err);
+        ITH_ASSERT(status == ITH_OK || status == ITH_ERR_MEMORY);
+    }
+    if (status == ITH_ERR_MEMORY)
+        return ith_fail(l->err, status, "%s",
+                        err.text[0] ? err.text : "out of memory while reading the configuration");
+    return ith_config_add_problem(&l->problems, given->value, status, &err);
+}
+
+/* A key of a map whose name was not given, or names another plugin. */
+static ith_status refuse_row(loader *l, int idx)
+{
+    const config_given *given = &l->origin->given[idx];
+    const config_row *row = &ith_config_rows[idx];
+    int plugin = ith_config_plugin_of(idx);
+    if (!given->value)
+        return ITH_OK;
+    ith_error err = {0};
+    ith_status status = ITH_OK;
+    const ith_yaml_node *name = l->origin->given[plugin].value;
+    if (!name && strcmp(ith_config_rows[plugin].default_text, "null") == 0)
+        status = ith_yaml_fail(given->key, &err, "%s: %s has no name (add name: %s)", row->name,
+                               ith_config_rows[plugin].name, row->plugins ? row->plugins : "...");
+    else
+        status = ith_yaml_fail(given->key, &err, "%s: belongs to name: %s, not to %s", row->name,
+                               row->plugins ? row->plugins : "...",
+                               name ? name->text : ith_config_rows[plugin].default_text);
+    return ith_config_add_problem(&l->problems, given->key, status, &err);
+}
+
+static ith_status read_rows(loader *l)
+{
+    for (int i = 0; i < ith_config_num_rows; i++)
+        if (ith_config_rows[i].kind == KEY_PLUGIN)
+            ITH_TRY(read_row(l, i));
+    bool names_ok = l->problems.count == 0;
+    for (int i = 0; i < ith_config_num_rows; i++) {
+        if (ith_config_rows[i].kind == KEY_PLUGIN)
+            continue;
+        if (ith_config_row_applies(&l->config, i))
+            ITH_TRY(read_row(l, i));
+        else if (names_ok)
+            ITH_TRY(refuse_row(l, i));
+    }
+    return ITH_OK;
+}
+
+/* ---- notes ---- */
+
+static ith_status add_note(loader *l, int idx)
+{
+    struct ith_config_origin *origin = l->origin;
+    const config_row *row = &ith_config_rows[idx];
+    ith_error text = {0};
+    ith_yaml_fail(origin->given[idx].key, &text, "%s: not needed: %s", row->name, row->why);
+    void *notes = origin->notes;
+    ith_status status = ith_grow(&notes, &origin->cap_notes, origin->num_notes + 1,
+                                 (int64_t)sizeof *origin->notes, "configuration", l->err);
+    origin->notes = notes;
+    ITH_TRY(status);
+    ITH_TRY(copy_text(l, text.text, strlen(text.text), &origin->notes[origin->num_notes]));
+    origin->num_notes++;
+    return ITH_OK;
+}
+
+/* One note for a map, none for its single keys. */
+static ith_status add_notes(loader *l)
+{
+    for (int i = 0; i < ith_config_num_rows; i++) {
+        bool differs = false;
+        if (ith_config_rows[i].status != ITH_KEY_NOT_NEEDED || !l->origin->given[i].key ||
+            ith_config_plugin_of(i) >= 0)
+            continue;
+        ITH_TRY(ith_config_differs(&l->config, i, &differs, l->err));
+        if (differs)
+            ITH_TRY(add_note(l, i));
+    }
+    return ITH_OK;
+}
+
+/* outputs/<8 random hexadecimal digits>, as LlamaFactory names it. */
+static ith_status name_output_dir(loader *l)
+{
+    if (l->config.output_dir)
+        return ITH_OK;
+    uint32_t bits = 0;
+    if (getrandom(&bits, sizeof bits, 0) != (ssize_t)sizeof bits)
+        return ith_fail(l->err, ITH_ERR_IO, "output_dir: no random name could be made (give one)");
+    char name[32];
+    int len = snprintf(name, sizeof name, "outputs/%08x", (unsigned)bits);
+    return copy_text(l, name, (size_t)len, &l->config.output_dir);
+}
+
+static ith_status load(loader *l, const char *const *overrides, int num_overrides)
+{
+    ITH_TRY(give_file(l));
+    for (int i = 0; i < num_overrides; i++)
+        ITH_TRY(give_override(l, overrides[i]));
+    ITH_TRY(read_rows(l));
+    if (l->problems.count == 0)
+        ITH_TRY(ith_config_check_together(&l->config, &l->problems));
+    ITH_TRY(report_problems(&l->problems, l->err));
+    ITH_TRY(name_output_dir(l));
+    return add_notes(l);
+}
+
+/* ---- life cycle ---- */
+
+static void destroy_origin(struct ith_config_origin *origin)
+{
+    if (!origin)
+        return;
+    ith_yaml_deinit(&origin->file);
+    for (int64_t i = 0; i < origin->num_extra; i++)
+        ith_yaml_deinit(&origin->extra[i]);
+    ith_free(origin->extra);
+    ith_free(origin->notes);
+    ith_arena_deinit(&origin->arena);
+    ith_free(origin);
+}
+
+/* Takes over *file. */
+static ith_status load_yaml(ith_config *out, ith_yaml *file, const char *const *overrides,
+                            int num_overrides, ith_error *err)
+{
+    loader *l = NULL;
+    struct ith_config_origin *origin = NULL;
+    ith_status status =
+        ith_alloc_zero((void **)&origin, 1, (int64_t)sizeof *origin, "configuration", err);
+    if (status == ITH_OK) {
+        ith_arena_init(&origin->arena, 0);
+        status = ith_alloc_zero((void **)&l, 1, (int64_t)sizeof *l, "configuration", err);
+    }
+    if (status == ITH_OK) {
+        origin->file = *file;
+        l->origin = l->config.origin = origin;
+        l->err = l->problems.err = err;
+        status = load(l, overrides, num_overrides);
+        free_problems(&l->problems);
+    } else {
+        ith_yaml_deinit(file);
+    }
+    if (status == ITH_OK)
+        *out = l->config;
+    else
+        destroy_origin(origin);
+    ith_free(l);
+    return status;
+}
+
+ith_status ith_config_parse(ith_config *out, const char *text, int64_t len, const char *name,
+                            const char *const *overrides, int num_overrides, ith_error *err)
+{
+    ith_yaml file = {0};
+    ITH_TRY(ith_yaml_parse(&file, text, len, name, err));
+    return load_yaml(out, &file, overrides, num_overrides, err);
+}
+
+ith_status ith_config_load(ith_config *out, const char *path, const char *const *overrides,
+                           int num_overrides, ith_error *err)
+{
+    if (!path)
+        return ith_config_parse(out, "", 0, "no file", overrides, num_overrides, err);
+    ith_yaml file = {0};
+    ITH_TRY(ith_yaml_load(&file, path, err));
+    return load_yaml(out, &file, overrides, num_overrides, err);
+}
+
+void ith_config_deinit(ith_config *config)
+{
+    destroy_origin(config->origin);
+    *config = (ith_config){0};
+}
