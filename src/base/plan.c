@@ -149,6 +149,17 @@ ith_status ith_plan_commit(ith_plan *plan, ith_error *err)
     return ITH_OK;
 }
 
+void ith_plan_reset(ith_plan *plan)
+{
+    ITH_ASSERT(plan->counting);
+    for (int c = 0; c < ITH_MEM_CLASSES; c++) {
+        mem_class *m = &plan->classes[c];
+        ITH_ASSERT(m->used == 0);
+        m->peak = m->high = m->num_live = m->num_peak = 0;
+        m->peak_open = false;
+    }
+}
+
 int64_t ith_plan_peak(const ith_plan *plan, ith_mem_class c)
 {
     return plan->classes[c].peak;

@@ -45,6 +45,8 @@ void ith_plan_release(ith_plan *plan, ith_mem_class c, int64_t mark);
 /* Ends counting: all classes must be released to what stays, which is kept for use at the same
  * offsets: call with everything released. */
 ith_status ith_plan_commit(ith_plan *plan, ith_error *err);
+/* Forgets what was counted (counting only, everything released): for another try. */
+void ith_plan_reset(ith_plan *plan);
 int64_t ith_plan_peak(const ith_plan *plan, ith_mem_class c); /* planned bytes */
 int64_t ith_plan_high(const ith_plan *plan, ith_mem_class c); /* high-water mark since commit */
 int64_t ith_plan_total(const ith_plan *plan);                 /* all classes on the device */

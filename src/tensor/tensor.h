@@ -65,7 +65,7 @@ static inline int64_t ith_tensor_bytes(ith_tensor t)
 }
 
 /* Rows [begin, end) of dimension 0. */
-static inline ith_tensor ith_rows(ith_tensor t, int64_t begin, int64_t end)
+static inline ith_tensor ith_row_range(ith_tensor t, int64_t begin, int64_t end)
 {
     ITH_ASSERT(t.ndim >= 1 && begin >= 0 && begin <= end && end <= t.shape[0]);
     t.data = (char *)t.data + begin * t.stride[0] * ith_dtype_bytes(t.dtype);
@@ -74,7 +74,7 @@ static inline ith_tensor ith_rows(ith_tensor t, int64_t begin, int64_t end)
 }
 
 /* Columns [begin, end) of a 2-D view; the row stride stays. */
-static inline ith_tensor ith_cols(ith_tensor t, int64_t begin, int64_t end)
+static inline ith_tensor ith_col_range(ith_tensor t, int64_t begin, int64_t end)
 {
     ITH_ASSERT(t.ndim == 2 && begin >= 0 && begin <= end && end <= t.shape[1]);
     t.data = (char *)t.data + begin * t.stride[1] * ith_dtype_bytes(t.dtype);

@@ -1,0 +1,299 @@
+/* model.c - parameters: declared, placed in flat buffers, read from files.
+ * Invariants: 1. every element of a parameter belongs to exactly one piece. 2. Flat offsets are
+ * multiples of PARAM_ALIGN elements; the gaps stay zero in every buffer. */
+#include "model/model.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "base/rng.h"
+
+#define PARAM_ALIGN 128 /* elements: 256 bytes of bf16 */
+#define STAGING_ELEMENTS ((int64_t)1 << 20)
+
+const char *ith_model_text(ith_model *model, const char *fmt, ...)
+{
+    char text[256];
+    va_list args;
+    va_start(args, fmt);
+    int len = vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    ITH_ASSERT(len >= 0 && len < (int)sizeof text);
+    return ith_arena_strndup(&model->arena, text, len);
+}
+
+ith_status ith_model_add_param(ith_model *model, const char *name, int ndim, int64_t d0, int64_t d1,
+                               int64_t d2, int32_t *out, ith_error *err)
+{
+    ITH_TRY(ith_grow((void **)&model->params, &model->cap_params, model->num_params + 1,
+                     sizeof *model->params, "parameters", err));
+    if (!name)
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory for parameter names");
+    ith_param *p = &model->params[model->num_params];
+    memset(p, 0, sizeof *p);
+    p->name = name;
+    p->ndim = ndim;
+    p->shape[0] = d0;
+    p->shape[1] = ndim > 1 ? d1 : 1;
+    p->shape[2] = ndim > 2 ? d2 : 1;
+    p->first = model->num_elements;
+    int64_t count = p->shape[0] * p->shape[1] * p->shape[2];
+    model->num_elements = ith_round_up(p->first + count, PARAM_ALIGN);
+    model->num_weights += count;
+    *out = (int32_t)model->num_params++;
+    return ITH_OK;
+}
+
+ith_status ith_model_add_piece(ith_model *model, const char *hf_name, int32_t param, int64_t first,
+                               int ndim, int64_t d0, int64_t d1, int64_t d2, bool is_norm,
+                               ith_error *err)
+{
+    ITH_TRY(ith_grow((void **)&model->pieces, &model->cap_pieces, model->num_pieces + 1,
+                     sizeof *model->pieces, "tensor names", err));
+    if (!hf_name)
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory for tensor names");
+    ith_hf_piece piece = {hf_name, ndim,   {d0, ndim > 1 ? d1 : 1, ndim > 2 ? d2 : 1}, param, first,
+                          0,       is_norm};
+    piece.count = piece.shape[0] * piece.shape[1] * piece.shape[2];
+    const ith_param *p = &model->params[param];
+    ITH_ASSERT(first >= 0 && first + piece.count <= p->shape[0] * p->shape[1] * p->shape[2]);
+    model->pieces[model->num_pieces++] = piece;
+    return ITH_OK;
+}
+
+ith_status ith_model_create(ith_model **out, const ith_hf_config *config, ith_dtype dtype,
+                            int64_t max_positions, ith_error *err)
+{
+    ITH_ASSERT(dtype == ITH_F32 || dtype == ITH_BF16);
+    ith_status status = ITH_OK;
+    ith_model *model = NULL;
+    ITH_TRY(ith_alloc_zero((void **)&model, 1, sizeof *model, "model", err));
+    ith_arena_init(&model->arena, 0);
+    model->config = config;
+    model->family = &ith_family_qwen3;
+    model->dtype = dtype;
+    model->max_positions = max_positions;
+    int64_t layers = config->num_hidden_layers;
+    ITH_TRY_OUT(ith_alloc_zero((void **)&model->keep, layers, sizeof *model->keep, "layers", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&model->acts, layers, sizeof *model->acts, "layers", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&model->layer_param, layers * ITH_LAYER_PARAMS,
+                               sizeof(int32_t), "layers", err));
+    for (int64_t i = 0; i < layers * ITH_LAYER_PARAMS; i++)
+        model->layer_param[i] = -1;
+    ITH_TRY_OUT(model->family->declare(model, err));
+    *out = model;
+    return ITH_OK;
+out:
+    ith_model_destroy(model);
+    return status;
+}
+
+void ith_model_destroy(ith_model *model)
+{
+    if (!model)
+        return;
+    ith_free(model->params);
+    ith_free(model->pieces);
+    ith_free(model->keep);
+    ith_free(model->acts);
+    ith_free(model->layer_param);
+    ith_arena_deinit(&model->arena);
+    ith_free(model);
+}
+
+static ith_tensor param_view(const ith_param *p, ith_tensor flat)
+{
+    if (!flat.ndim)
+        return flat;
+    void *data = (char *)flat.data + p->first * ith_dtype_bytes(flat.dtype);
+    if (p->ndim == 1)
+        return ith_tensor_1d(data, flat.dtype, p->shape[0]);
+    if (p->ndim == 2)
+        return ith_tensor_2d(data, flat.dtype, p->shape[0], p->shape[1]);
+    return ith_tensor_3d(data, flat.dtype, p->shape[0], p->shape[1], p->shape[2]);
+}
+
+static ith_status fill_rope(ith_model *model, ith_ctx *ctx)
+{
+    const ith_hf_config *c = model->config;
+    int64_t bytes = ith_tensor_bytes(model->rope_cos);
+    char *host = NULL;
+    ith_status status = ITH_OK;
+    ITH_TRY(ith_alloc((void **)&host, 2 * bytes, "RoPE table", ctx->err));
+    ith_rope_table(&c->rope, c->head_dim, c->max_position_embeddings, model->max_positions,
+                   model->dtype, host, host + bytes);
+    ITH_TRY_OUT(ctx->device->upload(ctx->device, model->rope_cos.data, host, bytes, ctx->err));
+    ITH_TRY_OUT(
+        ctx->device->upload(ctx->device, model->rope_sin.data, host + bytes, bytes, ctx->err));
+    ITH_TRY_OUT(ctx->device->sync(ctx->device, ctx->err));
+out:
+    ith_free(host);
+    return status;
+}
+
+ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training)
+{
+    int64_t half = ith_rope_dim(&model->config->rope, model->config->head_dim) / 2;
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "weights", model->dtype, 1, model->num_elements, 1,
+                         1, 1, &model->w));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "rope table", model->dtype, 2, model->max_positions,
+                         half, 1, 1, &model->rope_cos));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "rope table", model->dtype, 2, model->max_positions,
+                         half, 1, 1, &model->rope_sin));
+    model->grad = ith_tensor_none();
+    if (training)
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_GRADS, "gradients", ITH_F32, 1, model->num_elements, 1, 1,
+                             1, &model->grad));
+    for (int64_t i = 0; i < model->num_params; i++) {
+        model->params[i].w = param_view(&model->params[i], model->w);
+        model->params[i].grad = param_view(&model->params[i], model->grad);
+    }
+    if (ith_ctx_counting(ctx))
+        return ITH_OK;
+    ITH_TRY(ith_zero(ctx, model->w));
+    if (training)
+        ITH_TRY(ith_zero(ctx, model->grad));
+    return fill_rope(model, ctx);
+}
+
+/* Finds the file tensor of a piece: its own name, or the expert's slice of a fused tensor. *first:
+ * element offset in it; *transposed: the fused tensor has the two inner dimensions swapped. */
+static ith_status find_source(const ith_hf_piece *piece, const ith_st_reader *reader,
+                              const ith_st_entry **out, int64_t *first, bool *transposed,
+                              ith_error *err)
+{
+    *first = 0;
+    *transposed = false;
+    *out = ith_st_find(reader, piece->hf_name);
+    if (*out) {
+        const ith_st_entry *unused = NULL;
+        return ith_st_need(reader, piece->hf_name, piece->ndim, piece->shape, NULL, &unused, err);
+    }
+    const char *experts = strstr(piece->hf_name, ".mlp.experts."),
+               *proj = experts ? strrchr(experts, '.') : NULL;
+    if (!experts || strcmp(proj, ".weight") != 0)
+        return ith_st_need(reader, piece->hf_name, piece->ndim, piece->shape, NULL, out, err);
+    char name[256];
+    long long expert = strtoll(experts + strlen(".mlp.experts."), NULL, 10);
+    bool down = strstr(experts, ".down_proj.") != NULL, up = strstr(experts, ".up_proj.") != NULL;
+    int stem = (int)(experts - piece->hf_name) + (int)strlen(".mlp.experts");
+    snprintf(name, sizeof name, "%.*s.%s", stem, piece->hf_name,
+             down ? "down_proj" : "gate_up_proj");
+    const ith_st_entry *fused = ith_st_find(reader, name);
+    if (!fused)
+        return ith_fail(err, ITH_ERR_FORMAT, "tensor %s is missing, and so is the fused form %s",
+                        piece->hf_name, name);
+    int64_t rows = piece->shape[0], cols = piece->shape[1], all_rows = down ? rows : 2 * rows;
+    bool straight = fused->ndim == 3 && fused->shape[1] == all_rows && fused->shape[2] == cols;
+    bool swapped = fused->ndim == 3 && fused->shape[1] == cols && fused->shape[2] == all_rows;
+    char text[96];
+    if ((!straight && !swapped) || expert >= fused->shape[0])
+        return ith_fail(err, ITH_ERR_FORMAT, "%s: shape %s, expected [num_experts, %lld, %lld]",
+                        name, ith_st_text(fused, text, sizeof text), (long long)all_rows,
+                        (long long)cols);
+    *transposed = !straight;
+    *first = expert * all_rows * cols + (up ? (straight ? rows * cols : rows) : 0);
+    *out = fused;
+    return ITH_OK;
+}
+
+/* Element i of the piece, in the file's order. */
+static int64_t source_index(const ith_hf_piece *piece, bool transposed, bool fused_up_or_gate,
+                            int64_t i)
+{
+    if (!transposed)
+        return i;
+    int64_t cols = piece->shape[1], row = i / cols, col = i % cols;
+    int64_t all_rows = fused_up_or_gate ? 2 * piece->shape[0] : piece->shape[0];
+    return col * all_rows + row;
+}
+
+static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece *piece,
+                             const ith_st_reader *reader, ith_tensor master, char *staging)
+{
+    const ith_st_entry *entry = NULL;
+    int64_t first = 0;
+    bool transposed = false;
+    ITH_TRY(find_source(piece, reader, &entry, &first, &transposed, ctx->err));
+    if (entry->dtype != ITH_BF16 && entry->dtype != ITH_F32 && entry->dtype != ITH_F16 &&
+        entry->dtype != ITH_F64)
+        return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED,
+                        "tensor %s has type %s; BF16, F16, F32 and F64 can be trained", entry->name,
+                        ith_dtype_name(entry->dtype));
+    bool fused_gate_up = transposed && strstr(piece->hf_name, ".down_proj.") == NULL;
+    int64_t size = ith_dtype_bytes(entry->dtype),
+            at = model->params[piece->param].first + piece->first;
+    char *raw = staging, *wide = staging + STAGING_ELEMENTS * 8;
+    for (int64_t done = 0; done < piece->count;) {
+        int64_t n = ith_min_i64(STAGING_ELEMENTS, piece->count - done);
+        const char *src = (const char *)entry->data + first * size;
+        for (int64_t i = 0; transposed && i < n; i++)
+            memcpy(raw + i * size, src + source_index(piece, true, fused_gate_up, done + i) * size,
+                   (size_t)size);
+        if (!transposed)
+            memcpy(raw, src + done * size, (size_t)(n * size));
+        ith_tensor targets[2] = {model->w, master};
+        for (int t = 0; t < 2; t++) {
+            if (!targets[t].ndim)
+                continue;
+            int64_t target_size = ith_dtype_bytes(targets[t].dtype);
+            ith_convert(wide, targets[t].dtype, raw, entry->dtype, n);
+            ITH_TRY(ctx->device->upload(ctx->device,
+                                        (char *)targets[t].data + (at + done) * target_size, wide,
+                                        n * target_size, ctx->err));
+            ITH_TRY(ctx->device->sync(ctx->device, ctx->err)); /* `wide` is reused */
+        }
+        done += n;
+    }
+    return ITH_OK;
+}
+
+ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
+                          ith_tensor master)
+{
+    char *staging = NULL;
+    ITH_TRY(ith_alloc((void **)&staging, STAGING_ELEMENTS * 16, "staging", ctx->err));
+    ith_status status = ITH_OK;
+    if (master.ndim)
+        status = ith_zero(ctx, master);
+    for (int64_t i = 0; i < model->num_pieces && status == ITH_OK; i++)
+        status = load_piece(model, ctx, &model->pieces[i], reader, master, staging);
+    ith_free(staging);
+    return status;
+}
+
+void ith_model_init_piece(const ith_model *model, const ith_hf_piece *piece, uint64_t seed,
+                          int64_t first, int64_t n, float *out)
+{
+    uint64_t stream = ith_rng_stream(piece->hf_name);
+    for (int64_t i = 0; i < n; i++)
+        out[i] = piece->is_norm ? 1.0f
+                                : (float)(model->config->initializer_range *
+                                          ith_rng_normal(seed, stream, (uint64_t)(first + i)));
+}
+
+ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int64_t num_docs,
+                          int64_t labelled)
+{
+    const ith_hf_config *c = model->config;
+    double tokens = num_docs ? cu_seqlens[num_docs] : 0, pairs = 0, weights = 0;
+    for (int64_t i = 0; i < num_docs; i++) {
+        double len = cu_seqlens[i + 1] - cu_seqlens[i];
+        pairs += len * len / 2.0;
+    }
+    double d = (double)c->hidden_size, q = (double)(c->num_attention_heads * c->head_dim);
+    double kv = (double)(c->num_key_value_heads * c->head_dim),
+           layers = (double)c->num_hidden_layers;
+    for (int64_t l = 0; l < c->num_hidden_layers; l++) {
+        weights += d * (q + 2 * kv) + q * d;
+        weights += c->layer_is_moe[l]
+                       ? 3 * d * (double)(c->moe_intermediate_size * c->num_experts_per_tok) +
+                             d * (double)c->num_experts
+                       : 3 * d * (double)c->intermediate_size;
+    }
+    ith_flops f = {6 * weights * tokens, 3 * 4 * pairs * q * layers,
+                   6 * d * (double)c->vocab_size * (double)labelled, 0};
+    f.total = f.linear + f.attention + f.head;
+    return f;
+}

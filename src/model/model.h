@@ -1,0 +1,188 @@
+/* model.h - a model as the trainer sees it: parameters, and the walk forwards and backwards.
+ *
+ * A family (qwen3.c) declares its parameters and the Hugging Face tensors they are made of, and
+ * gives three walks: forward, backward, decode. Parameters live in flat buffers, one element range
+ * each: w in the type of the step, grad in f32; the optimizer's buffers have the same layout
+ * (train/optimizer.h).
+ *
+ * Memory. All tensors of a walk are pushed onto the plan of the ctx: saved activations on
+ * ITH_MEM_ACTIVATIONS, what one layer needs for a moment on ITH_MEM_WORKSPACE. The same code counts
+ * and runs. What a layer keeps from forward to backward is ith_keep; the rest is computed again.
+ * The results do not depend on it, bit for bit. */
+#ifndef ITH_MODEL_MODEL_H
+#define ITH_MODEL_MODEL_H
+
+#include "checkpoint/hf_config.h"
+#include "checkpoint/safetensors.h"
+#include "kernels/ops.h"
+
+/* A parameter. Matrices that one product serves are one parameter: qkv = rows of q, k, v; gate_up =
+ * rows of gate, up. */
+typedef struct {
+    const char *name; /* "layers.3.qkv" */
+    int ndim;
+    int64_t shape[3];
+    int64_t first;      /* its first element in the flat buffers; a multiple of 64 */
+    ith_tensor w, grad; /* views, set by ith_model_place; grad absent when not training */
+} ith_param;
+
+/* A Hugging Face tensor: elements [first, first + count) of a parameter, in the same order. */
+typedef struct {
+    const char *hf_name;
+    int ndim;
+    int64_t shape[3];
+    int32_t param;
+    int64_t first, count;
+    bool is_norm; /* initialised with ones */
+} ith_hf_piece;
+
+/* What a layer keeps between forward and backward. */
+typedef enum {
+    ITH_KEEP_ALL, /* x, qkv, attention output and LSE, middle residual, gate_up: only cheap things
+                     again */
+    ITH_KEEP_ATTENTION, /* x, attention output and LSE: products again, attention not */
+    ITH_KEEP_INPUT      /* x: the whole layer again */
+} ith_keep;
+
+/* Saved tensors of one layer; absent ones are made again in backward. S = T * num_experts_per_tok.
+ */
+typedef struct {
+    ith_tensor x;       /* [T,D] residual stream at the layer's entry */
+    ith_tensor qkv;     /* [T,(Hq+2Hkv)*Dh] before norm and RoPE */
+    ith_tensor o, lse;  /* [T,Hq,Dh], [T,Hq] f32 */
+    ith_tensor x2;      /* [T,D] residual stream after attention */
+    ith_tensor gate_up; /* [T,2I], experts: [S,2Im] */
+    ith_tensor probs, topk_w, topk_idx, offsets, source, row_of,
+        expert_out; /* experts, see ops.h */
+    int64_t mark;   /* of ITH_MEM_ACTIVATIONS at the layer's entry */
+} ith_layer_acts;
+
+/* A micro-batch on the device: packed rows without padding. */
+typedef struct {
+    int64_t num_tokens;
+    ith_tensor ids, position_ids; /* [T] I32; positions count from 0 in each document */
+    ith_seqs seqs;
+    int64_t num_rows;        /* M: rows with a label */
+    ith_tensor rows, labels; /* [M] I32: row, and its target (already shifted) */
+    ith_tensor seeds; /* [M] f32: weight / C, C = sum of weights over the whole optimizer step */
+} ith_batch;
+
+/* Keys and values of past tokens, for generation. */
+typedef struct {
+    int64_t batch, capacity;
+    ith_tensor k, v;    /* [L, B*C, Hkv, Dh] act */
+    ith_tensor lengths; /* [B] I32 rows in use, the tokens of the running call included */
+} ith_kv_cache;
+
+typedef struct ith_model ith_model;
+
+typedef struct {
+    ith_family family;
+    /* Declares parameters and pieces (ith_model_add_*). */
+    ith_status (*declare)(ith_model *model, ith_error *err);
+    /* hidden [T,D] (before the final norm) for the batch. training: saves what backward needs. */
+    ith_status (*forward)(ith_model *model, ith_ctx *ctx, const ith_batch *batch, bool training,
+                          ith_tensor hidden);
+    /* Gradients of all parameters (+=) from dhidden [T,D], which is overwritten. Releases the saved
+     * activations. */
+    ith_status (*backward)(ith_model *model, ith_ctx *ctx, const ith_batch *batch,
+                           ith_tensor dhidden);
+    /* hidden [n,D] of n new tokens (B sequences, n/B each, seqs over them); appends to the cache.
+     * rows: [n] I32 cache rows b*C + position. prefill: the cache held nothing before. */
+    ith_status (*decode)(ith_model *model, ith_ctx *ctx, const ith_batch *batch,
+                         ith_kv_cache *cache, ith_tensor rows, bool prefill, ith_tensor hidden);
+} ith_model_family;
+
+struct ith_model {
+    const ith_hf_config *config; /* borrowed */
+    const ith_model_family *family;
+    ith_dtype dtype; /* of w and activations: F32 or BF16 */
+    ith_arena arena; /* names */
+    ith_param *params;
+    ith_hf_piece *pieces;
+    int64_t num_params, cap_params, num_pieces, cap_pieces;
+    int64_t num_elements;            /* of the flat buffers, gaps included */
+    int64_t num_weights;             /* real parameters */
+    int32_t embed, final_norm, head; /* parameter indices; head == embed when tied */
+    int32_t *layer_param;            /* [L * ITH_LAYER_PARAMS], -1 absent */
+
+    /* placed */
+    ith_tensor w, grad; /* [num_elements] act, f32 */
+    int64_t max_positions;
+    ith_tensor rope_cos, rope_sin; /* [max_positions, rd/2] act */
+
+    /* a walk */
+    ith_keep *keep;           /* [L] */
+    int64_t mlp_tile;         /* rows of a dense MLP at a time; 0: all */
+    ith_layer_acts *acts;     /* [L] */
+    ith_tensor stream, delta; /* [T,D] buffers */
+    ith_tensor residual;      /* [T,D]: the stream between two layers is residual + delta; a view of
+                                 stream or of x2 */
+};
+
+/* Indices into layer_param. */
+enum {
+    ITH_P_INPUT_NORM,
+    ITH_P_QKV,
+    ITH_P_Q_NORM,
+    ITH_P_K_NORM,
+    ITH_P_O,
+    ITH_P_POST_NORM,
+    ITH_P_GATE_UP, /* dense or [E,2Im,D] */
+    ITH_P_DOWN,    /* dense or [E,D,Im] */
+    ITH_P_ROUTER,
+    ITH_LAYER_PARAMS
+};
+
+/* Life cycle: create, place (counting and again for real), load, walk, destroy. config must outlive
+ * the model. max_positions: rows of the RoPE table, at least the longest document. */
+ith_status ith_model_create(ith_model **out, const ith_hf_config *config, ith_dtype dtype,
+                            int64_t max_positions, ith_error *err);
+void ith_model_destroy(ith_model *model);
+/* Pushes weights, RoPE tables and (training) gradients; fills the tables when not counting. */
+ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training);
+/* Reads every piece into w, and into master (f32, absent or flat) as well. Tied models ignore a
+ * stored lm_head. Experts are accepted per expert or fused (in either orientation). */
+ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
+                          ith_tensor master);
+
+/* For families. The name formats take the layer number. */
+ith_status ith_model_add_param(ith_model *model, const char *name, int ndim, int64_t d0, int64_t d1,
+                               int64_t d2, int32_t *out, ith_error *err);
+ith_status ith_model_add_piece(ith_model *model, const char *hf_name, int32_t param, int64_t first,
+                               int ndim, int64_t d0, int64_t d1, int64_t d2, bool is_norm,
+                               ith_error *err);
+const char *ith_model_text(ith_model *model, const char *fmt, ...)
+    ITH_PRINTF(2, 3); /* NULL: out of memory */
+
+static inline const ith_param *ith_layer_param(const ith_model *model, int64_t layer, int which)
+{
+    int32_t idx = model->layer_param[layer * ITH_LAYER_PARAMS + which];
+    ITH_ASSERT(idx >= 0);
+    return &model->params[idx];
+}
+
+extern const ith_model_family ith_family_qwen3;
+
+/* Random weights as transformers makes them: normal(0, initializer_range), norms 1. Keyed by (seed,
+ * tensor name, element), so they do not depend on layout or order. Writes element [first, first +
+ * n) of the piece as f32. */
+void ith_model_init_piece(const ith_model *model, const ith_hf_piece *piece, uint64_t seed,
+                          int64_t first, int64_t n, float *out);
+
+/* cos and sin of RoPE for positions [0, n), n x rd/2 values each, rounded to dtype (spec: angle and
+ * functions in f32 of exact products, then rounded to the activation type). Yarn and linear scaling
+ * as config says. */
+void ith_rope_table(const ith_rope_config *rope, int64_t head_dim, int64_t max_position_embeddings,
+                    int64_t n, ith_dtype dtype, void *cos, void *sin);
+int64_t ith_rope_dim(const ith_rope_config *rope, int64_t head_dim);
+
+/* FLOP of one training step over documents of these lengths (3 x forward; attention causal half
+ * counted once), and its parts. labelled: rows that reach the head. */
+typedef struct {
+    double linear, attention, head, total;
+} ith_flops;
+ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int64_t num_docs,
+                          int64_t labelled);
+
+#endif

@@ -1,0 +1,667 @@
+/* qwen3.c - Qwen3 and Qwen3-MoE: parameters, forward, backward below it in mirrored order, decode.
+ *
+ * Layer:  x = residual + delta
+ *         n1 = norm(x)      qkv = n1 Wqkv^T      q', k' = rope(norm_head(q, k))      o =
+ * attention(q', k', v) x2 = x + o Wo^T   n2 = norm(x2)        delta = MLP(n2) or experts(n2)
+ * residual = x2 The stream between layers is a pair (residual, delta): the next norm adds them, so
+ * no pass over memory only adds. Invariants: 1. tensors saved by forward are ITH_MEM_ACTIVATIONS in
+ * layer order, backward releases them in reverse.
+ * 2. What is made again in backward comes from the same operators on the same inputs: bit-equal to
+ * forward's.
+ * 3. A dense MLP runs in tiles of mlp_tile rows, forward and backward, so its width never meets all
+ * rows at once. */
+#include "model/model.h"
+
+typedef ith_tensor T;
+
+static int64_t qkv_width(const ith_hf_config *c)
+{
+    return (c->num_attention_heads + 2 * c->num_key_value_heads) * c->head_dim;
+}
+
+/* ---- parameters
+ * ------------------------------------------------------------------------------------- */
+
+static ith_status declare_norm(ith_model *m, const char *ours, const char *hf, int64_t width,
+                               int32_t *out, ith_error *err)
+{
+    ITH_TRY(ith_model_add_param(m, ours, 1, width, 1, 1, out, err));
+    return ith_model_add_piece(m, hf, *out, 0, 1, width, 1, 1, true, err);
+}
+
+/* One parameter made of `count` Hugging Face matrices stacked by rows. */
+static ith_status declare_stack(ith_model *m, const char *ours, const char *prefix, int64_t layer,
+                                const char *const *names, const int64_t *rows, int count,
+                                int64_t cols, int32_t *out, ith_error *err)
+{
+    int64_t all_rows = 0;
+    for (int i = 0; i < count; i++)
+        all_rows += rows[i];
+    ITH_TRY(ith_model_add_param(m, ours, 2, all_rows, cols, 1, out, err));
+    int64_t first = 0;
+    for (int i = 0; i < count; i++) {
+        const char *hf =
+            ith_model_text(m, "model.layers.%lld.%s.%s.weight", (long long)layer, prefix, names[i]);
+        ITH_TRY(ith_model_add_piece(m, hf, *out, first, 2, rows[i], cols, 1, false, err));
+        first += rows[i] * cols;
+    }
+    return ITH_OK;
+}
+
+static ith_status declare_experts(ith_model *m, int64_t l, int32_t *p, ith_error *err)
+{
+    const ith_hf_config *c = m->config;
+    int64_t d = c->hidden_size, e = c->num_experts, im = c->moe_intermediate_size;
+    long long n = (long long)l;
+    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.router", n), 2, e, d, 1,
+                                &p[ITH_P_ROUTER], err));
+    ITH_TRY(ith_model_add_piece(m, ith_model_text(m, "model.layers.%lld.mlp.gate.weight", n),
+                                p[ITH_P_ROUTER], 0, 2, e, d, 1, false, err));
+    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.experts.gate_up", n), 3, e,
+                                2 * im, d, &p[ITH_P_GATE_UP], err));
+    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.experts.down", n), 3, e, d, im,
+                                &p[ITH_P_DOWN], err));
+    for (int64_t i = 0; i < e; i++) {
+        static const char *const names[] = {"gate_proj", "up_proj", "down_proj"};
+        for (int k = 0; k < 3; k++) {
+            const char *hf = ith_model_text(m, "model.layers.%lld.mlp.experts.%lld.%s.weight", n,
+                                            (long long)i, names[k]);
+            bool down = k == 2;
+            ITH_TRY(ith_model_add_piece(m, hf, p[down ? ITH_P_DOWN : ITH_P_GATE_UP],
+                                        down ? i * d * im : (2 * i + k) * im * d, 2, down ? d : im,
+                                        down ? im : d, 1, false, err));
+        }
+    }
+    return ITH_OK;
+}
+
+static ith_status declare_layer(ith_model *m, int64_t l, ith_error *err)
+{
+    const ith_hf_config *c = m->config;
+    int32_t *p = m->layer_param + l * ITH_LAYER_PARAMS;
+    int64_t d = c->hidden_size, q = c->num_attention_heads * c->head_dim,
+            kv = c->num_key_value_heads * c->head_dim;
+    long long n = (long long)l;
+    static const char *const qkv_names[] = {"q_proj", "k_proj", "v_proj"}, *const o_names[] = {
+                                                                               "o_proj"};
+    static const char *const mlp_names[] = {"gate_proj", "up_proj"}, *const down_names[] = {
+                                                                         "down_proj"};
+    ITH_TRY(declare_norm(m, ith_model_text(m, "layers.%lld.input_norm", n),
+                         ith_model_text(m, "model.layers.%lld.input_layernorm.weight", n), d,
+                         &p[ITH_P_INPUT_NORM], err));
+    ITH_TRY(declare_stack(m, ith_model_text(m, "layers.%lld.qkv", n), "self_attn", l, qkv_names,
+                          (const int64_t[]){q, kv, kv}, 3, d, &p[ITH_P_QKV], err));
+    ITH_TRY(declare_norm(m, ith_model_text(m, "layers.%lld.q_norm", n),
+                         ith_model_text(m, "model.layers.%lld.self_attn.q_norm.weight", n),
+                         c->head_dim, &p[ITH_P_Q_NORM], err));
+    ITH_TRY(declare_norm(m, ith_model_text(m, "layers.%lld.k_norm", n),
+                         ith_model_text(m, "model.layers.%lld.self_attn.k_norm.weight", n),
+                         c->head_dim, &p[ITH_P_K_NORM], err));
+    ITH_TRY(declare_stack(m, ith_model_text(m, "layers.%lld.o", n), "self_attn", l, o_names, &d, 1,
+                          q, &p[ITH_P_O], err));
+    ITH_TRY(declare_norm(m, ith_model_text(m, "layers.%lld.post_norm", n),
+                         ith_model_text(m, "model.layers.%lld.post_attention_layernorm.weight", n),
+                         d, &p[ITH_P_POST_NORM], err));
+    if (c->layer_is_moe[l])
+        return declare_experts(m, l, p, err);
+    int64_t i = c->intermediate_size;
+    ITH_TRY(declare_stack(m, ith_model_text(m, "layers.%lld.gate_up", n), "mlp", l, mlp_names,
+                          (const int64_t[]){i, i}, 2, d, &p[ITH_P_GATE_UP], err));
+    return declare_stack(m, ith_model_text(m, "layers.%lld.down", n), "mlp", l, down_names, &d, 1,
+                         i, &p[ITH_P_DOWN], err);
+}
+
+static ith_status qwen3_declare(ith_model *m, ith_error *err)
+{
+    const ith_hf_config *c = m->config;
+    ITH_TRY(ith_model_add_param(m, "embed_tokens", 2, c->vocab_size, c->hidden_size, 1, &m->embed,
+                                err));
+    ITH_TRY(ith_model_add_piece(m, "model.embed_tokens.weight", m->embed, 0, 2, c->vocab_size,
+                                c->hidden_size, 1, false, err));
+    for (int64_t l = 0; l < c->num_hidden_layers; l++)
+        ITH_TRY(declare_layer(m, l, err));
+    ITH_TRY(declare_norm(m, "norm", "model.norm.weight", c->hidden_size, &m->final_norm, err));
+    m->head = m->embed;
+    if (c->tie_word_embeddings)
+        return ITH_OK;
+    ITH_TRY(ith_model_add_param(m, "lm_head", 2, c->vocab_size, c->hidden_size, 1, &m->head, err));
+    return ith_model_add_piece(m, "lm_head.weight", m->head, 0, 2, c->vocab_size, c->hidden_size, 1,
+                               false, err);
+}
+
+/* ---- what both directions share
+ * ------------------------------------------------------------------------ */
+
+/* Views of one [T, (Hq+2Hkv)*Dh] buffer. */
+typedef struct {
+    T q, k, v;
+} qkv_views;
+
+static qkv_views split_qkv(const ith_hf_config *c, T qkv)
+{
+    int64_t q = c->num_attention_heads * c->head_dim, kv = c->num_key_value_heads * c->head_dim;
+    qkv_views s = {ith_split_heads(ith_col_range(qkv, 0, q), c->num_attention_heads),
+                   ith_split_heads(ith_col_range(qkv, q, q + kv), c->num_key_value_heads),
+                   ith_split_heads(ith_col_range(qkv, q + kv, q + 2 * kv), c->num_key_value_heads)};
+    return s;
+}
+
+/* What attention reads, in the layer's workspace. */
+typedef struct {
+    T n1, rstd1, q, k, q_rstd, k_rstd;
+} attention_in;
+
+static ith_status push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
+                       int64_t rows, int64_t cols, T *out)
+{
+    return ith_ctx_push(ctx, c, name, dtype, 2, rows, cols, 1, 1, out);
+}
+
+static ith_status push_heads(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
+                             int64_t rows, int64_t heads, int64_t dim, T *out)
+{
+    return ith_ctx_push(ctx, c, name, dtype, 3, rows, heads, dim, 1, out);
+}
+
+static T heads_2d(T t)
+{
+    ITH_ASSERT(ith_is_contiguous(t));
+    return ith_tensor_2d(t.data, t.dtype, t.shape[0], t.shape[1] * t.shape[2]);
+}
+
+static float scale_of(const ith_hf_config *c)
+{
+    return (float)(1.0 / __builtin_sqrt((double)c->head_dim));
+}
+
+/* n1 from a->x (or from residual + delta, which then gives a->x), qkv unless saved, q' and k'. */
+static ith_status make_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                    bool from_pair, attention_in *in)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens;
+    float eps = (float)c->rms_norm_eps;
+    T none = ith_tensor_none();
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &in->n1));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, t, 1, 1, 1,
+                         &in->rstd1));
+    T w = ith_layer_param(m, l, ITH_P_INPUT_NORM)->w;
+    if (from_pair)
+        ITH_TRY(
+            ith_rmsnorm_forward(ctx, in->n1, a->x, in->rstd1, m->delta, m->residual, w, eps, 0.0f));
+    else
+        ITH_TRY(ith_rmsnorm_forward(ctx, in->n1, none, in->rstd1, a->x, none, w, eps, 0.0f));
+    if (!a->qkv.ndim)
+        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
+    return ITH_OK;
+}
+
+static ith_status make_qk(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                          attention_in *in)
+{
+    const ith_hf_config *c = m->config;
+    int64_t t = b->num_tokens, hq = c->num_attention_heads, hkv = c->num_key_value_heads;
+    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "q after norm and RoPE", m->dtype, t, hq,
+                       c->head_dim, &in->q));
+    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "k after norm and RoPE", m->dtype, t, hkv,
+                       c->head_dim, &in->k));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hq, &in->q_rstd));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hkv, &in->k_rstd));
+    qkv_views s = split_qkv(c, m->acts[l].qkv);
+    return ith_qk_norm_rope_forward(ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
+                                    ith_layer_param(m, l, ITH_P_Q_NORM)->w,
+                                    ith_layer_param(m, l, ITH_P_K_NORM)->w, m->rope_cos,
+                                    m->rope_sin, b->position_ids, (float)c->rms_norm_eps, 0.0f);
+}
+
+/* ---- experts
+ * ------------------------------------------------------------------------------------------- */
+
+/* Saved or made-again tensors of an expert layer on class `where`. */
+static ith_status push_experts(ith_model *m, ith_ctx *ctx, ith_mem_class where, ith_layer_acts *a,
+                               int64_t t)
+{
+    const ith_hf_config *c = m->config;
+    int64_t e = c->num_experts, k = c->num_experts_per_tok, s = t * k;
+    ITH_TRY(push(ctx, where, "router", ITH_F32, t, e, &a->probs));
+    ITH_TRY(push(ctx, where, "router", ITH_F32, t, k, &a->topk_w));
+    ITH_TRY(push(ctx, where, "router", ITH_I32, t, k, &a->topk_idx));
+    ITH_TRY(ith_ctx_push(ctx, where, "router", ITH_I32, 1, e + 1, 1, 1, 1, &a->offsets));
+    ITH_TRY(ith_ctx_push(ctx, where, "router", ITH_I32, 1, s, 1, 1, 1, &a->source));
+    ITH_TRY(push(ctx, where, "router", ITH_I32, t, k, &a->row_of));
+    ITH_TRY(push(ctx, where, "experts gate and up", m->dtype, s, 2 * c->moe_intermediate_size,
+                 &a->gate_up));
+    return push(ctx, where, "experts output", m->dtype, s, c->hidden_size, &a->expert_out);
+}
+
+/* Everything of an expert layer from n2: routing, gate_up, expert_out. */
+static ith_status experts_forward(ith_model *m, ith_ctx *ctx, int64_t l, T n2)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = n2.shape[0], s = a->source.shape[0],
+            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T logits, xs, h;
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &logits));
+    ITH_TRY(ith_linear_forward(ctx, logits, n2, ith_layer_param(m, l, ITH_P_ROUTER)->w, false));
+    ITH_TRY(ith_router_forward(ctx, a->topk_w, a->topk_idx, a->probs, logits, c->norm_topk_prob));
+    ITH_TRY(ith_expert_sort(ctx, a->offsets, a->source, a->row_of, a->topk_idx));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "experts input", m->dtype, s, c->hidden_size, &xs));
+    ITH_TRY(ith_gather_rows(ctx, xs, n2, a->source));
+    ITH_TRY(ith_grouped_linear_forward(ctx, a->gate_up, xs, ith_layer_param(m, l, ITH_P_GATE_UP)->w,
+                                       a->offsets));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, s, c->moe_intermediate_size, &h));
+    ITH_TRY(ith_swiglu_forward(ctx, h, a->gate_up));
+    ITH_TRY(ith_grouped_linear_forward(ctx, a->expert_out, h, ith_layer_param(m, l, ITH_P_DOWN)->w,
+                                       a->offsets));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* dn2 = gradient of the expert layer's input; dy = gradient of its output. */
+static ith_status experts_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dn2, T dy, T n2)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    const ith_param *up = ith_layer_param(m, l, ITH_P_GATE_UP),
+                    *down = ith_layer_param(m, l, ITH_P_DOWN);
+    const ith_param *router = ith_layer_param(m, l, ITH_P_ROUTER);
+    int64_t t = dy.shape[0], s = a->source.shape[0],
+            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T dtopk, dh, h, xs, dlogits, none = ith_tensor_none();
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts_per_tok, &dtopk));
+    T dout = a->expert_out; /* in place */
+    ITH_TRY(ith_expert_combine_backward(ctx, dout, dtopk, dy, a->expert_out, a->topk_w, a->row_of));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden gradient", m->dtype, s,
+                 c->moe_intermediate_size, &dh));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, s, c->moe_intermediate_size, &h));
+    ITH_TRY(ith_grouped_linear_backward_input(ctx, dh, dout, down->w, a->offsets));
+    ITH_TRY(ith_swiglu_backward(ctx, a->gate_up, h, dh, a->gate_up));
+    ITH_TRY(ith_grouped_linear_backward_weight(ctx, down->grad, dout, h, a->offsets));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "experts input", m->dtype, s, c->hidden_size, &xs));
+    ITH_TRY(ith_gather_rows(ctx, xs, n2, a->source));
+    ITH_TRY(ith_grouped_linear_backward_weight(ctx, up->grad, a->gate_up, xs, a->offsets));
+    ITH_TRY(ith_grouped_linear_backward_input(ctx, xs, a->gate_up, up->w,
+                                              a->offsets)); /* xs is its gradient now */
+    ITH_TRY(ith_expert_combine(ctx, dn2, none, xs, none, a->row_of));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
+    ITH_TRY(ith_router_backward(ctx, dlogits, dtopk, a->topk_w, a->topk_idx, a->probs, none, 0.0f,
+                                c->norm_topk_prob));
+    ITH_TRY(ith_linear_backward_weight(ctx, router->grad, dlogits, n2));
+    ITH_TRY(ith_linear_backward_input(ctx, dn2, dlogits, router->w, true));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* ---- forward
+ * ---------------------------------------------------------------------------------------------- */
+
+static int64_t mlp_tile(const ith_model *m, int64_t l, int64_t t)
+{
+    return m->config->layer_is_moe[l] || m->mlp_tile <= 0 || m->mlp_tile > t ? ith_max_i64(t, 1)
+                                                                             : m->mlp_tile;
+}
+
+/* x2 = x + o_out and delta = MLP(norm(x2)), tile by tile. */
+static ith_status mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T o_out)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    bool moe = c->layer_is_moe[l];
+    int64_t t = b->num_tokens, tile = mlp_tile(m, l, t),
+            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T saved_gate_up = a->gate_up;
+    for (int64_t r0 = 0; r0 < t; r0 += tile) {
+        int64_t r1 = ith_min_i64(r0 + tile, t);
+        T n2, rstd2, h,
+            gate_up =
+                saved_gate_up.ndim && !moe ? ith_row_range(saved_gate_up, r0, r1) : saved_gate_up;
+        ITH_TRY(
+            push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, r1 - r0, c->hidden_size, &n2));
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, r1 - r0, 1, 1,
+                             1, &rstd2));
+        ITH_TRY(ith_rmsnorm_forward(ctx, n2, ith_row_range(a->x2, r0, r1), rstd2,
+                                    ith_row_range(o_out, r0, r1), ith_row_range(a->x, r0, r1),
+                                    ith_layer_param(m, l, ITH_P_POST_NORM)->w,
+                                    (float)c->rms_norm_eps, 0.0f));
+        T delta = ith_row_range(m->delta, r0, r1);
+        if (moe) {
+            if (!a->gate_up.ndim)
+                ITH_TRY(push_experts(m, ctx, ITH_MEM_WORKSPACE, a, t));
+            ITH_TRY(experts_forward(m, ctx, l, n2));
+            ITH_TRY(ith_expert_combine(ctx, delta, ith_tensor_none(), a->expert_out, a->topk_w,
+                                       a->row_of));
+        } else {
+            if (!gate_up.ndim)
+                ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, r1 - r0,
+                             2 * c->intermediate_size, &gate_up));
+            ITH_TRY(ith_linear_forward(ctx, gate_up, n2, ith_layer_param(m, l, ITH_P_GATE_UP)->w,
+                                       false));
+            ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, r1 - r0,
+                         c->intermediate_size, &h));
+            ITH_TRY(ith_swiglu_forward(ctx, h, gate_up));
+            ITH_TRY(ith_linear_forward(ctx, delta, h, ith_layer_param(m, l, ITH_P_DOWN)->w, false));
+        }
+        ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    }
+    return ITH_OK;
+}
+
+/* Pushes what layer l keeps. x2 of a layer that does not keep it is `stream`: the next norm reads
+ * it before it is written again. Evaluation keeps nothing; its x is `stream` too (the norm adds in
+ * place). */
+static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                             bool training)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens;
+    ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
+    *a = (ith_layer_acts){
+        .mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS), .x = m->stream, .x2 = m->stream};
+    if (training)
+        ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
+    if (keep <= ITH_KEEP_ATTENTION) {
+        ITH_TRY(push_heads(ctx, ITH_MEM_ACTIVATIONS, "attention output", m->dtype, t,
+                           c->num_attention_heads, c->head_dim, &a->o));
+        ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "attention lse", ITH_F32, t, c->num_attention_heads,
+                     &a->lse));
+    }
+    if (keep == ITH_KEEP_ALL) {
+        ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
+        ITH_TRY(
+            push(ctx, ITH_MEM_ACTIVATIONS, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
+        if (c->layer_is_moe[l])
+            ITH_TRY(push_experts(m, ctx, ITH_MEM_ACTIVATIONS, a, t));
+        else
+            ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "gate and up", m->dtype, t,
+                         2 * c->intermediate_size, &a->gate_up));
+    }
+    return ITH_OK;
+}
+
+/* Drops the views whose memory went with the workspace of the layer. */
+static void forget_unsaved(ith_model *m, int64_t l, bool training)
+{
+    ith_layer_acts *a = &m->acts[l];
+    ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
+    T none = ith_tensor_none();
+    if (keep == ITH_KEEP_ALL)
+        return;
+    a->qkv = a->gate_up = a->probs = a->topk_w = a->topk_idx = a->offsets = a->source = a->row_of =
+        a->expert_out = none;
+    a->x2 = none;
+    if (keep == ITH_KEEP_INPUT)
+        a->o = a->lse = none;
+}
+
+static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                bool training)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    attention_in in;
+    T o_out;
+    ITH_TRY(push_saved(m, ctx, b, l, training));
+    ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
+    ITH_TRY(ith_linear_forward(ctx, a->qkv, in.n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
+    ITH_TRY(make_qk(m, ctx, b, l, &in));
+    if (!a->o.ndim) {
+        ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output", m->dtype, t,
+                           c->num_attention_heads, c->head_dim, &a->o));
+        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "attention lse", ITH_F32, t, c->num_attention_heads,
+                     &a->lse));
+    }
+    ITH_TRY(ith_attention_forward(ctx, a->o, a->lse, in.q, in.k, split_qkv(c, a->qkv).v, b->seqs,
+                                  scale_of(c), true));
+    ITH_TRY(
+        push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
+    ITH_TRY(
+        ith_linear_forward(ctx, o_out, heads_2d(a->o), ith_layer_param(m, l, ITH_P_O)->w, false));
+    ITH_TRY(mlp_forward(m, ctx, b, l, o_out));
+    m->residual = a->x2;
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    forget_unsaved(m, l, training);
+    return ITH_OK;
+}
+
+/* The pair at the first layer: embeddings and zero. */
+static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b)
+{
+    int64_t t = b->num_tokens, d = m->config->hidden_size;
+    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
+    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
+    m->residual = m->stream;
+    ITH_TRY(ith_embedding_forward(ctx, m->stream, b->ids, m->params[m->embed].w));
+    return ith_zero(ctx, m->delta);
+}
+
+static ith_status qwen3_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training,
+                                T hidden)
+{
+    const ith_hf_config *c = m->config;
+    ITH_TRY(open_stream(m, ctx, b));
+    for (int64_t l = 0; l < c->num_hidden_layers; l++)
+        ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
+    return ith_add(ctx, hidden, m->residual, m->delta);
+}
+
+/* ---- backward
+ * ---------------------------------------------------------------------------------------------------
+ */
+
+/* Makes o, lse and x2 again when the layer kept less; `in` is filled when attention had to be. */
+static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                   attention_in *in, bool *have_in)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens;
+    *have_in = false;
+    if (a->x2.ndim)
+        return ITH_OK;
+    if (!a->o.ndim) {
+        *have_in = true;
+        ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
+        ITH_TRY(
+            ith_linear_forward(ctx, a->qkv, in->n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
+        ITH_TRY(make_qk(m, ctx, b, l, in));
+        ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output", m->dtype, t,
+                           c->num_attention_heads, c->head_dim, &a->o));
+        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "attention lse", ITH_F32, t, c->num_attention_heads,
+                     &a->lse));
+        ITH_TRY(ith_attention_forward(ctx, a->o, a->lse, in->q, in->k, split_qkv(c, a->qkv).v,
+                                      b->seqs, scale_of(c), true));
+    }
+    T o_out, rstd2;
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    ITH_TRY(
+        push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
+    ITH_TRY(
+        ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, t, 1, 1, 1, &rstd2));
+    ITH_TRY(
+        ith_linear_forward(ctx, o_out, heads_2d(a->o), ith_layer_param(m, l, ITH_P_O)->w, false));
+    ITH_TRY(ith_rmsnorm_forward(ctx, ith_tensor_none(), a->x2, rstd2, o_out, a->x,
+                                ith_layer_param(m, l, ITH_P_POST_NORM)->w, (float)c->rms_norm_eps,
+                                0.0f));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* dx [T,D]: in, the gradient of the layer's output; out, that of x2. */
+static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    bool moe = c->layer_is_moe[l];
+    const ith_param *norm = ith_layer_param(m, l, ITH_P_POST_NORM),
+                    *up = ith_layer_param(m, l, ITH_P_GATE_UP);
+    const ith_param *down = ith_layer_param(m, l, ITH_P_DOWN);
+    int64_t t = b->num_tokens, tile = mlp_tile(m, l, t),
+            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T saved_gate_up = a->gate_up, none = ith_tensor_none();
+    for (int64_t r0 = 0; r0 < t; r0 += tile) {
+        int64_t r1 = ith_min_i64(r0 + tile, t), n = r1 - r0;
+        T n2, rstd2, dn2, dh, h, x2 = ith_row_range(a->x2, r0, r1), dy = ith_row_range(dx, r0, r1);
+        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, n, c->hidden_size, &n2));
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, n, 1, 1, 1,
+                             &rstd2));
+        ITH_TRY(ith_rmsnorm_forward(ctx, n2, none, rstd2, x2, none, norm->w, (float)c->rms_norm_eps,
+                                    0.0f));
+        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output gradient", m->dtype, n, c->hidden_size,
+                     &dn2));
+        if (moe) {
+            if (!a->gate_up.ndim) {
+                ITH_TRY(push_experts(m, ctx, ITH_MEM_WORKSPACE, a, t));
+                ITH_TRY(experts_forward(m, ctx, l, n2));
+            }
+            ITH_TRY(experts_backward(m, ctx, l, dn2, dy, n2));
+        } else {
+            T gate_up = saved_gate_up;
+            if (gate_up.ndim) {
+                gate_up = ith_row_range(gate_up, r0, r1);
+            } else {
+                ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, n,
+                             2 * c->intermediate_size, &gate_up));
+                ITH_TRY(ith_linear_forward(ctx, gate_up, n2, up->w, false));
+            }
+            ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden gradient", m->dtype, n,
+                         c->intermediate_size, &dh));
+            ITH_TRY(
+                push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, n, c->intermediate_size, &h));
+            ITH_TRY(ith_linear_backward_input(ctx, dh, dy, down->w, false));
+            ITH_TRY(ith_swiglu_backward(ctx, gate_up, h, dh,
+                                        gate_up)); /* gate_up is its gradient now */
+            ITH_TRY(ith_linear_backward_weight(ctx, down->grad, dy, h));
+            ITH_TRY(ith_linear_backward_weight(ctx, up->grad, gate_up, n2));
+            ITH_TRY(ith_linear_backward_input(ctx, dn2, gate_up, up->w, false));
+        }
+        ITH_TRY(ith_rmsnorm_backward(ctx, dy, norm->grad, dn2, dy, x2, rstd2, norm->w, 0.0f));
+        ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    }
+    return ITH_OK;
+}
+
+/* dx: in, the gradient of x2; out, that of x. */
+static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                     attention_in *in, bool have_in, T dx)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    const ith_param *wo = ith_layer_param(m, l, ITH_P_O), *wqkv = ith_layer_param(m, l, ITH_P_QKV);
+    const ith_param *qn = ith_layer_param(m, l, ITH_P_Q_NORM),
+                    *kn = ith_layer_param(m, l, ITH_P_K_NORM);
+    const ith_param *norm = ith_layer_param(m, l, ITH_P_INPUT_NORM);
+    int64_t t = b->num_tokens;
+    if (!have_in) {
+        bool saved_qkv = a->qkv.ndim != 0;
+        ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
+        if (!saved_qkv)
+            ITH_TRY(ith_linear_forward(ctx, a->qkv, in->n1, wqkv->w, false));
+        ITH_TRY(make_qk(m, ctx, b, l, in));
+    }
+    T do_, dqkv;
+    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype, t,
+                       c->num_attention_heads, c->head_dim, &do_));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv gradient", m->dtype, t, qkv_width(c), &dqkv));
+    ITH_TRY(ith_linear_backward_input(ctx, heads_2d(do_), dx, wo->w, false));
+    ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, heads_2d(a->o)));
+    qkv_views s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
+    ITH_TRY(ith_attention_backward(ctx, ds.q, ds.k, ds.v, do_, in->q, in->k, s.v, a->o, a->lse,
+                                   b->seqs, scale_of(c), true));
+    ITH_TRY(ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, ds.q, ds.k, s.q, s.k,
+                                      in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos,
+                                      m->rope_sin, b->position_ids, 0.0f));
+    ITH_TRY(ith_linear_backward_weight(ctx, wqkv->grad, dqkv, in->n1));
+    T dn1 = in->n1; /* n1 was read for the last time */
+    ITH_TRY(ith_linear_backward_input(ctx, dn1, dqkv, wqkv->w, false));
+    return ith_rmsnorm_backward(ctx, dx, norm->grad, dn1, dx, a->x, in->rstd1, norm->w, 0.0f);
+}
+
+static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
+{
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    attention_in in;
+    bool have_in = false;
+    ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));
+    ITH_TRY(mlp_backward(m, ctx, b, l, dx));
+    ITH_TRY(attention_backward(m, ctx, b, l, &in, have_in, dx));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->acts[l].mark);
+    return ITH_OK;
+}
+
+static ith_status qwen3_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, T dhidden)
+{
+    for (int64_t l = m->config->num_hidden_layers - 1; l >= 0; l--)
+        ITH_WRAP(layer_backward(m, ctx, b, l, dhidden), ctx->err, "layer %lld backward",
+                 (long long)l);
+    return ith_embedding_backward(ctx, m->params[m->embed].grad, dhidden, b->ids);
+}
+
+/* ---- decode
+ * ------------------------------------------------------------------------------------------------------
+ */
+
+static T cache_layer(T cache, int64_t l)
+{
+    T t = ith_row_range(cache, l, l + 1);
+    return ith_tensor_3d(t.data, t.dtype, t.shape[1], t.shape[2], t.shape[3]);
+}
+
+static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                               ith_kv_cache *cache, T rows, bool prefill)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE),
+            kv = c->num_key_value_heads * c->head_dim;
+    attention_in in;
+    T o_out, k = cache_layer(cache->k, l), v = cache_layer(cache->v, l);
+    ITH_TRY(push_saved(m, ctx, b, l, false));
+    ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
+    ITH_TRY(ith_linear_forward(ctx, a->qkv, in.n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
+    ITH_TRY(make_qk(m, ctx, b, l, &in));
+    int64_t q = c->num_attention_heads * c->head_dim;
+    ITH_TRY(ith_scatter_rows(ctx, heads_2d(k), heads_2d(in.k), rows));
+    ITH_TRY(ith_scatter_rows(ctx, heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
+    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output", m->dtype, t,
+                       c->num_attention_heads, c->head_dim, &a->o));
+    ITH_TRY(
+        push(ctx, ITH_MEM_WORKSPACE, "attention lse", ITH_F32, t, c->num_attention_heads, &a->lse));
+    if (prefill) {
+        ITH_TRY(ith_attention_forward(ctx, a->o, a->lse, in.q, in.k, split_qkv(c, a->qkv).v,
+                                      b->seqs, scale_of(c), true));
+    } else {
+        T k4 = ith_tensor_4d(k.data, k.dtype, 4, cache->batch, cache->capacity,
+                             c->num_key_value_heads, c->head_dim);
+        T v4 = ith_tensor_4d(v.data, v.dtype, 4, cache->batch, cache->capacity,
+                             c->num_key_value_heads, c->head_dim);
+        ITH_TRY(ith_attention_decode(ctx, a->o, in.q, k4, v4, cache->lengths, scale_of(c)));
+    }
+    ITH_TRY(
+        push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
+    ITH_TRY(
+        ith_linear_forward(ctx, o_out, heads_2d(a->o), ith_layer_param(m, l, ITH_P_O)->w, false));
+    ITH_TRY(mlp_forward(m, ctx, b, l, o_out));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    forget_unsaved(m, l, false);
+    return ITH_OK;
+}
+
+static ith_status qwen3_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, ith_kv_cache *cache,
+                               T rows, bool prefill, T hidden)
+{
+    const ith_hf_config *c = m->config;
+    ITH_TRY(open_stream(m, ctx, b));
+    for (int64_t l = 0; l < c->num_hidden_layers; l++)
+        ITH_WRAP(layer_decode(m, ctx, b, l, cache, rows, prefill), ctx->err, "layer %lld",
+                 (long long)l);
+    return ith_add(ctx, hidden, m->residual, m->delta);
+}
+
+const ith_model_family ith_family_qwen3 = {ITH_FAMILY_QWEN3, qwen3_declare, qwen3_forward,
+                                           qwen3_backward, qwen3_decode};

@@ -1,0 +1,74 @@
+/* chunk_loss.c - the head, a few rows at a time. */
+#include "train/chunk_loss.h"
+
+typedef ith_tensor T;
+
+static T slice_1d(T t, int64_t begin, int64_t end)
+{
+    return ith_row_range(t, begin, end);
+}
+
+/* xn = norm(gathered rows), rstd, in the workspace; x = the gathered rows. */
+static ith_status gather_norm(ith_model *m, ith_ctx *ctx, T hidden, T rows, T *x, T *xn, T *rstd)
+{
+    int64_t n = rows.shape[0], d = m->config->hidden_size;
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "head input", m->dtype, 2, n, d, 1, 1, x));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "head input", m->dtype, 2, n, d, 1, 1, xn));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, n, 1, 1, 1, rstd));
+    ITH_TRY(ith_gather_rows(ctx, *x, hidden, rows));
+    T none = ith_tensor_none();
+    return ith_rmsnorm_forward(ctx, *xn, none, *rstd, *x, none, m->params[m->final_norm].w,
+                               (float)m->config->rms_norm_eps, 0.0f);
+}
+
+static ith_status loss_of_chunk(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t r0,
+                                int64_t r1, T dhidden, T row_loss, T hidden)
+{
+    const ith_param *head = &m->params[m->head], *norm = &m->params[m->final_norm];
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE), d = m->config->hidden_size;
+    bool gradient = dhidden.ndim != 0;
+    T rows = slice_1d(b->rows, r0, r1), seeds = slice_1d(b->seeds, r0, r1), x, xn, rstd, logits,
+      dxn;
+    ITH_TRY(gather_norm(m, ctx, hidden, rows, &x, &xn, &rstd));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "logits", m->dtype, 2, r1 - r0,
+                         m->config->vocab_size, 1, 1, &logits));
+    ITH_TRY(ith_linear_forward(ctx, logits, xn, head->w, false));
+    ITH_TRY(ith_cross_entropy(ctx, slice_1d(row_loss, r0, r1), logits, slice_1d(b->labels, r0, r1),
+                              seeds, gradient));
+    if (gradient) { /* logits are their gradient now */
+        ITH_TRY(ith_linear_backward_weight(ctx, head->grad, logits, xn));
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "head input gradient", m->dtype, 2, r1 - r0, d,
+                             1, 1, &dxn));
+        ITH_TRY(ith_linear_backward_input(ctx, dxn, logits, head->w, false));
+        ITH_TRY(ith_rmsnorm_backward(ctx, dxn, norm->grad, dxn, ith_tensor_none(), x, rstd, norm->w,
+                                     0.0f));
+        ITH_TRY(ith_scatter_rows(ctx, dhidden, dxn, rows));
+    }
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+ith_status ith_chunk_loss(ith_model *model, ith_ctx *ctx, const ith_batch *batch, int64_t chunk,
+                          ith_tensor dhidden, ith_tensor loss_sum, ith_tensor row_loss,
+                          ith_tensor hidden)
+{
+    ITH_ASSERT(chunk > 0);
+    int64_t rows = batch->num_rows;
+    if (dhidden.ndim && rows < batch->num_tokens)
+        ITH_TRY(ith_zero(ctx, dhidden));
+    for (int64_t r0 = 0; r0 < rows; r0 += chunk)
+        ITH_TRY(loss_of_chunk(model, ctx, batch, r0, ith_min_i64(r0 + chunk, rows), dhidden,
+                              row_loss, hidden));
+    return ith_dot_accumulate(ctx, loss_sum, slice_1d(row_loss, 0, rows), batch->seeds);
+}
+
+ith_status ith_head_logits(ith_model *model, ith_ctx *ctx, ith_tensor logits, ith_tensor hidden,
+                           ith_tensor rows)
+{
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T x, xn, rstd;
+    ITH_TRY(gather_norm(model, ctx, hidden, rows, &x, &xn, &rstd));
+    ITH_TRY(ith_linear_forward(ctx, logits, xn, model->params[model->head].w, false));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}

@@ -1,0 +1,307 @@
+/* step.c - one optimizer step, and the plan of its memory by walking it.
+ * Invariants: 1. gradients are zero between steps (adamw clears them). 2. The walk that is counted
+ * is the walk that runs: place_all and walk_micro are called for both. */
+#include "train/step.h"
+
+#include "train/chunk_loss.h"
+
+typedef ith_tensor T;
+
+#define DEFAULT_CHUNK_ROWS 2048
+/* Rows of a dense MLP at a time: enough for full speed, little memory beside long sequences. */
+#define MLP_TILE_ROWS 16384
+#define RESERVE_PERCENT 3 /* of the free device memory is left alone when no limit is given */
+
+static ith_status push_1d(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
+                          int64_t n, T *out)
+{
+    return ith_ctx_push(ctx, c, name, dtype, 1, n, 1, 1, 1, out);
+}
+
+static ith_status place_optimizer(ith_step *s)
+{
+    ith_ctx *ctx = s->ctx;
+    int64_t n = s->model->num_elements;
+    ith_dtype moments = s->config.bf16_moments ? ITH_BF16 : ITH_F32;
+    s->master = ith_tensor_none();
+    if (s->model->dtype != ITH_F32 && s->config.fp32_master)
+        ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "master weights", ITH_F32, n, &s->master));
+    ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "AdamW m", moments, n, &s->m));
+    ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "AdamW v", moments, n, &s->v));
+    if (ith_ctx_counting(ctx))
+        return ITH_OK;
+    ITH_TRY(ith_zero(ctx, s->m));
+    return ith_zero(ctx, s->v);
+}
+
+/* Pushes all that stays for the whole run. */
+static ith_status place_all(ith_step *s)
+{
+    ith_ctx *ctx = s->ctx;
+    const ith_step_config *c = &s->config;
+    ITH_TRY(ith_model_place(s->model, ctx, c->training));
+    if (c->training)
+        ITH_TRY(place_optimizer(s));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_tokens, &s->ids));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_tokens, &s->position_ids));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_docs + 1, &s->cu_seqlens));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_labels, &s->rows));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_labels, &s->labels));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, c->max_labels, &s->seeds));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, c->max_labels, &s->row_loss));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->loss_sum));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->sumsq));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F32, 1, &s->norm));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F32, 1, &s->scale));
+    void *host = NULL;
+    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", c->max_labels * 4, &host,
+                          ctx->err));
+    s->host_rows = host;
+    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", c->max_labels * 4, &host,
+                          ctx->err));
+    s->host_labels = host;
+    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", c->max_labels * 4, &host,
+                          ctx->err));
+    s->host_seeds = host;
+    return ith_zero(ctx, s->loss_sum);
+}
+
+/* Forward, loss and (training) backward of s->batch. */
+static ith_status walk_micro(ith_step *s, bool training)
+{
+    ith_model *m = s->model;
+    ith_ctx *ctx = s->ctx;
+    int64_t t = s->batch.num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS);
+    T hidden, dhidden = ith_tensor_none();
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "last hidden state", m->dtype, 2, t,
+                         m->config->hidden_size, 1, 1, &hidden));
+    if (training)
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "gradient of the stream", m->dtype, 2, t,
+                             m->config->hidden_size, 1, 1, &dhidden));
+    ITH_TRY(m->family->forward(m, ctx, &s->batch, training, hidden));
+    ITH_TRY(ith_chunk_loss(m, ctx, &s->batch, s->config.chunk_rows, dhidden, s->loss_sum,
+                           s->row_loss, hidden));
+    if (training)
+        ITH_TRY(m->family->backward(m, ctx, &s->batch, dhidden));
+    ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+static ith_status update(ith_step *s, ith_adamw_hyper hyper)
+{
+    ith_ctx *ctx = s->ctx;
+    ITH_TRY(ith_zero(ctx, s->sumsq));
+    ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, s->model->grad));
+    ITH_TRY(ith_clip_scale(ctx, s->norm, s->scale, s->sumsq, s->config.max_grad_norm));
+    return ith_adamw(ctx, s->model->w, s->master, s->m, s->v, s->model->grad, s->scale, hyper,
+                     s->config.seed, 0, true);
+}
+
+/* The largest batch the limits allow, without contents. */
+static void bind_batch(ith_step *s, int64_t tokens, int64_t docs, int64_t rows, int64_t max_len,
+                       const int32_t *cu)
+{
+    s->batch = (ith_batch){.num_tokens = tokens,
+                           .ids = ith_row_range(s->ids, 0, tokens),
+                           .position_ids = ith_row_range(s->position_ids, 0, tokens),
+                           .seqs = {ith_row_range(s->cu_seqlens, 0, docs + 1), cu, docs, max_len},
+                           .num_rows = rows,
+                           .rows = ith_row_range(s->rows, 0, rows),
+                           .labels = ith_row_range(s->labels, 0, rows),
+                           .seeds = ith_row_range(s->seeds, 0, rows)};
+}
+
+/* Counts a whole step with the first `all` layers from the top keeping all, the next `attention`
+ * keeping attention. */
+static ith_status count_step(ith_step *s, int64_t all, int64_t attention)
+{
+    ith_ctx *ctx = s->ctx;
+    const ith_step_config *c = &s->config;
+    int64_t layers = s->model->config->num_hidden_layers;
+    for (int64_t l = 0; l < layers; l++) {
+        int64_t from_top = layers - 1 - l;
+        s->model->keep[l] =
+            from_top < all ? ITH_KEEP_ALL
+                           : (from_top < all + attention ? ITH_KEEP_ATTENTION : ITH_KEEP_INPUT);
+    }
+    ITH_TRY(place_all(s));
+    bind_batch(s, c->max_tokens, c->max_docs, c->max_labels, c->max_doc_tokens, NULL);
+    ITH_TRY(walk_micro(s, c->training));
+    if (c->training)
+        ITH_TRY(update(s, (ith_adamw_hyper){.step = 1}));
+    for (int i = 0; i < ITH_MEM_CLASSES; i++)
+        ith_plan_release(ctx->plan, (ith_mem_class)i, 0);
+    s->layers_keep_all = all;
+    s->layers_keep_attention = attention;
+    return ITH_OK;
+}
+
+static ith_status bytes_of(ith_step *s, int64_t all, int64_t attention, int64_t *out)
+{
+    ith_plan_reset(s->ctx->plan);
+    ITH_TRY(count_step(s, all, attention));
+    *out = ith_plan_total(s->ctx->plan);
+    return ITH_OK;
+}
+
+/* The largest n in [0, max] whose plan fits; bytes grow with n. *fits false: not even 0. */
+static ith_status largest_that_fits(ith_step *s, bool vary_all, int64_t max, int64_t limit,
+                                    int64_t *n, bool *fits)
+{
+    int64_t low = 0, high = max, bytes = 0;
+    int64_t layers = s->model->config->num_hidden_layers;
+    ITH_TRY(bytes_of(s, 0, vary_all ? layers : 0, &bytes));
+    *fits = bytes <= limit;
+    while (*fits && low < high) {
+        int64_t mid = low + (high - low + 1) / 2;
+        ITH_TRY(bytes_of(s, vary_all ? mid : 0, vary_all ? layers - mid : mid, &bytes));
+        if (bytes <= limit)
+            low = mid;
+        else
+            high = mid - 1;
+    }
+    *n = low;
+    return ITH_OK;
+}
+
+/* Keeping all is fastest, then keeping attention, then keeping inputs: as many layers of the faster
+ * kind as fit. */
+static ith_status choose_keep(ith_step *s, int64_t limit)
+{
+    int64_t layers = s->model->config->num_hidden_layers, n = 0;
+    bool fits = false;
+    ITH_TRY(largest_that_fits(s, true, layers, limit, &n, &fits));
+    if (fits)
+        return bytes_of(s, n, layers - n, &n);
+    ITH_TRY(largest_that_fits(s, false, layers, limit, &n, &fits));
+    return bytes_of(s, 0, fits ? n : 0, &n);
+}
+
+static ith_status plan_step(ith_step *s)
+{
+    int64_t layers = s->model->config->num_hidden_layers, limit = s->config.memory_limit, total = 0,
+            unused = 0;
+    if (limit <= 0) {
+        ITH_TRY(s->ctx->device->memory(s->ctx->device, &limit, &total, s->ctx->err));
+        limit -= limit / 100 * RESERVE_PERCENT;
+    }
+    if (s->config.keep >= 0)
+        ITH_TRY(bytes_of(s, s->config.keep == ITH_KEEP_ALL ? layers : 0,
+                         s->config.keep == ITH_KEEP_ATTENTION ? layers : 0, &unused));
+    else
+        ITH_TRY(choose_keep(s, limit));
+    return ITH_OK;
+}
+
+ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
+                           const ith_step_config *config, bool plan_only)
+{
+    ITH_ASSERT(ctx->plan && ith_plan_counting(ctx->plan) && config->max_tokens > 0 &&
+               config->max_docs > 0);
+    ith_step *s = NULL;
+    ith_status status = ITH_OK;
+    ITH_TRY(ith_alloc_zero((void **)&s, 1, sizeof *s, "step", ctx->err));
+    s->model = model;
+    s->ctx = ctx;
+    s->config = *config;
+    model->mlp_tile = MLP_TILE_ROWS;
+    if (s->config.chunk_rows <= 0)
+        s->config.chunk_rows = DEFAULT_CHUNK_ROWS;
+    s->config.chunk_rows = ith_min_i64(s->config.chunk_rows, ith_max_i64(config->max_labels, 1));
+    ITH_TRY_OUT(plan_step(s));
+    if (!plan_only) {
+        ITH_TRY_OUT(ith_plan_commit(ctx->plan, ctx->err));
+        ITH_TRY_OUT(place_all(s));
+    }
+    *out = s;
+    return ITH_OK;
+out:
+    ith_step_destroy(s);
+    return status;
+}
+
+void ith_step_destroy(ith_step *step)
+{
+    ith_free(step);
+}
+
+void ith_step_begin(ith_step *step, double weight_sum)
+{
+    step->weight_sum = weight_sum;
+}
+
+/* Labelled rows with their seeds into the staging buffers; returns how many. */
+static int64_t stage_rows(ith_step *s, const ith_micro_batch *b, double weight_sum)
+{
+    int64_t n = 0;
+    for (int64_t t = 0; t < b->num_tokens; t++) {
+        if (b->labels[t] < 0)
+            continue;
+        ITH_ASSERT(n < s->config.max_labels);
+        s->host_rows[n] = (int32_t)t;
+        s->host_labels[n] = b->labels[t];
+        s->host_seeds[n++] = (float)((double)b->weights[t] / weight_sum);
+    }
+    return n;
+}
+
+static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_sum)
+{
+    ith_device *d = s->ctx->device;
+    ith_error *err = s->ctx->err;
+    ITH_ASSERT(b->num_tokens <= s->config.max_tokens && b->num_docs <= s->config.max_docs);
+    ITH_TRY(d->sync(d, err)); /* the staging buffers of the micro-batch before */
+    int64_t rows = stage_rows(s, b, weight_sum), max_len = 0;
+    for (int64_t i = 0; i < b->num_docs; i++)
+        max_len = ith_max_i64(max_len, b->cu_seqlens[i + 1] - b->cu_seqlens[i]);
+    bind_batch(s, b->num_tokens, b->num_docs, rows, max_len, b->cu_seqlens);
+    ITH_TRY(d->upload(d, s->ids.data, b->ids, b->num_tokens * 4, err));
+    ITH_TRY(d->upload(d, s->position_ids.data, b->position_ids, b->num_tokens * 4, err));
+    ITH_TRY(d->upload(d, s->cu_seqlens.data, b->cu_seqlens, (b->num_docs + 1) * 4, err));
+    ITH_TRY(d->upload(d, s->rows.data, s->host_rows, rows * 4, err));
+    ITH_TRY(d->upload(d, s->labels.data, s->host_labels, rows * 4, err));
+    return d->upload(d, s->seeds.data, s->host_seeds, rows * 4, err);
+}
+
+ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch)
+{
+    ITH_ASSERT(step->config.training);
+    if (batch->num_tokens == 0)
+        return ITH_OK;
+    ITH_TRY(upload(step, batch, step->weight_sum > 0 ? step->weight_sum : 1.0));
+    return walk_micro(step, true);
+}
+
+ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *out)
+{
+    ith_ctx *ctx = step->ctx;
+    ith_device *d = ctx->device;
+    float norm = 0, scale = 0;
+    double loss = 0;
+    ITH_TRY(update(step, hyper));
+    ITH_TRY(d->download(d, &norm, step->norm.data, sizeof norm, ctx->err));
+    ITH_TRY(d->download(d, &scale, step->scale.data, sizeof scale, ctx->err));
+    ITH_TRY(d->download(d, &loss, step->loss_sum.data, sizeof loss, ctx->err));
+    ITH_TRY(d->sync(d, ctx->err));
+    ITH_TRY(ith_zero(ctx, step->loss_sum));
+    if (scale < 0) /* nothing was updated; the bad gradients must not stay */
+        ITH_TRY(ith_zero(ctx, step->model->grad));
+    *out = (ith_step_stats){loss, (double)norm, scale < 0};
+    return ITH_OK;
+}
+
+ith_status ith_step_eval(ith_step *step, const ith_micro_batch *batch, double *loss)
+{
+    ith_device *d = step->ctx->device;
+    double sum = 0;
+    if (batch->num_tokens == 0)
+        return ITH_OK;
+    ITH_TRY(upload(step, batch, 1.0));
+    ITH_TRY(ith_zero(step->ctx, step->loss_sum));
+    ITH_TRY(walk_micro(step, false));
+    ITH_TRY(d->download(d, &sum, step->loss_sum.data, sizeof sum, step->ctx->err));
+    ITH_TRY(d->sync(d, step->ctx->err));
+    ITH_TRY(ith_zero(step->ctx, step->loss_sum));
+    *loss += sum;
+    return ITH_OK;
+}

@@ -1,0 +1,73 @@
+/* step.h - one optimizer step: micro-batches, accumulate, clip, update. Follow it in eight files:
+ *
+ *  1. cli/cmd_train.c     config, memory plan, open everything
+ *  2. train/step.c        micro-batches, accumulate, clip, update
+ *  3. data/batching.c     tokens, labels, positions, cu_seqlens of the next micro-batch
+ *  4. model/qwen3.c       forward downwards; backward below it, in mirrored order
+ *  5. train/chunk_loss.c  head and cross entropy in chunks, f32 gradient sums
+ *  6. kernels/ops.h       what each operator computes; dispatch.c checks shapes and gives scratch
+ *  7. kernels/cpu, cuda   the fast operators
+ *  8. base/plan.c         the memory all of it lives in
+ *
+ * The one gradient rule: seeds are weight / C, C the sum of weights over the whole optimizer step,
+ * all micro-batches and ranks; gradients are summed. So loss, norm and update do not depend on how
+ * the step was cut. */
+#ifndef ITH_TRAIN_STEP_H
+#define ITH_TRAIN_STEP_H
+
+#include "data/batching.h"
+#include "model/model.h"
+
+typedef struct {
+    int64_t max_tokens, max_docs, max_labels, max_doc_tokens; /* of a micro-batch */
+    int64_t chunk_rows;   /* rows of logits at a time; 0: chosen */
+    bool training;        /* false: evaluation only, no gradients, no optimizer */
+    bool fp32_master;     /* f32 copy of bf16 weights (ignored when the model is f32) */
+    bool bf16_moments;    /* m, v in bf16 */
+    int keep;             /* ith_keep, or -1: the fastest that fits memory_limit */
+    int64_t memory_limit; /* bytes on the device; 0: what is free there */
+    float max_grad_norm;  /* <= 0: no clipping */
+    uint64_t seed;        /* of stochastic rounding */
+} ith_step_config;
+
+typedef struct {
+    double loss;      /* sum of weight * cross entropy / C over the step */
+    double grad_norm; /* before clipping */
+    bool skipped;     /* non-finite gradients: nothing was updated */
+} ith_step_stats;
+
+typedef struct ith_step {
+    ith_model *model;
+    ith_ctx *ctx;
+    ith_step_config config;
+    int64_t layers_keep_all,
+        layers_keep_attention; /* what the plan chose; the rest keeps its input */
+    /* flat optimizer buffers, the layout of model->w; master absent for f32 models */
+    ith_tensor master, m, v;
+    /* device: batch, accumulators */
+    ith_batch batch;
+    ith_tensor ids, position_ids, cu_seqlens, rows, labels, seeds, row_loss;
+    ith_tensor loss_sum, sumsq, norm, scale;
+    /* host staging */
+    int32_t *host_rows, *host_labels;
+    float *host_seeds;
+    double weight_sum; /* C of the running step */
+} ith_step;
+
+/* Plans (ctx->plan must be counting), commits, places. After it the ctx allocates nothing. With
+ * plan_only it stops before the commit: for the memory table. */
+ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
+                           const ith_step_config *config, bool plan_only);
+void ith_step_destroy(ith_step *step);
+
+/* weight_sum: C over all micro-batches of the optimizer step (all ranks). */
+void ith_step_begin(ith_step *step, double weight_sum);
+/* Forward, loss, backward of one micro-batch; gradients are added. */
+ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch);
+/* Clip, update, clear gradients. hyper.step counts real updates. */
+ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *out);
+/* Loss of a micro-batch without gradients: *loss += sum of weight * cross entropy; weights are in
+ * the batch. */
+ith_status ith_step_eval(ith_step *step, const ith_micro_batch *batch, double *loss);
+
+#endif

@@ -1,0 +1,478 @@
+/* golden_check.c - runs directories of reference vectors and prints each error beside its bound.
+ *
+ *     golden_check [device=cpu|cuda] [dtype=float32|bfloat16] [threads=N]
+ * [keep=all|attention|input] [chunk=N] DIR...
+ *
+ * DIR/hf is a model directory; ref.safetensors holds input_ids, labels, logits (and packed_ids,
+ * packed_labels, cu_seqlens, packed_logits, greedy); grads/, grads_packed/, after3/ hold gradients
+ * and the weights after three AdamW steps under the names of hf/; ref.json holds losses and the
+ * AdamW settings. Exit 0 when every error is within its bound, 1 when one is not, 77 when a
+ * directory is not there. Bounds for float32: logits 2e-5 of the largest logit, gradients 1e-4 and
+ * weights after three steps 1e-3 in relative norm, losses 1e-5, gradient norms 3e-3 relative. For
+ * bfloat16 the bound of a value is twice the error that the plain bf16 reference operators make in
+ * the same place, plus a floor of 2^-8. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/file.h"
+#include "base/json.h"
+#include "checkpoint/safetensors.h"
+#include "kernels/session.h"
+#include "train/chunk_loss.h"
+#include "train/step.h"
+
+#define GREEDY_CAPACITY 512
+#define BF16_FLOOR (1.0 / 256)
+
+typedef struct {
+    ith_use_device device;
+    ith_dtype dtype;
+    int threads, keep;
+    int64_t chunk;
+    bool reference; /* plain operators: the yardstick of bf16 */
+} options;
+
+typedef struct {
+    const char *dir;
+    ith_hf_config config;
+    ith_st_reader *weights, *ref;
+    json_t *json;
+} golden;
+
+/* Results by name: error and bound. In the yardstick run the errors are only recorded. */
+typedef struct {
+    char name[160];
+    double error, bound;
+} result;
+
+typedef struct {
+    result *rows;
+    int64_t count, cap;
+} results;
+
+static ith_error err;
+
+static void die_on(ith_status status)
+{
+    if (status != ITH_OK) {
+        fprintf(stderr, "golden_check: %s\n", err.text);
+        exit(1);
+    }
+}
+
+static void record(results *r, double error, double bound, const char *fmt, ...) ITH_PRINTF(4, 5);
+static void record(results *r, double error, double bound, const char *fmt, ...)
+{
+    die_on(ith_grow((void **)&r->rows, &r->cap, r->count + 1, sizeof *r->rows, "results", &err));
+    result *row = &r->rows[r->count++];
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(row->name, sizeof row->name, fmt, args);
+    va_end(args);
+    row->error = error;
+    row->bound = bound;
+}
+
+static const ith_st_entry *entry_of(const golden *g, const char *name)
+{
+    return ith_st_find(g->ref, name);
+}
+
+/* Elements of an I64 or I32 entry as int32. */
+static int32_t *ints(const ith_st_entry *e)
+{
+    int64_t n = ith_st_numel(e);
+    int32_t *out = ith_malloc(n * 4 + 4);
+    if (!out)
+        exit(1);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t wide = 0;
+        if (e->dtype == ITH_I64)
+            memcpy(&wide, (const char *)e->data + i * 8, 8);
+        else
+            memcpy(&out[i], (const char *)e->data + i * 4, 4);
+        if (e->dtype == ITH_I64)
+            out[i] = (int32_t)wide;
+    }
+    return out;
+}
+
+/* Packed documents with labels of the Hugging Face kind (label of a row is its own id) as a
+ * micro-batch. */
+static ith_micro_batch batch_of(const int32_t *ids, const int32_t *labels, const int32_t *cu,
+                                int64_t docs)
+{
+    ith_micro_batch b = {.num_tokens = cu[docs], .num_docs = docs};
+    int64_t n = b.num_tokens;
+    b.ids = ith_malloc(n * 4);
+    b.position_ids = ith_malloc(n * 4);
+    b.labels = ith_malloc(n * 4);
+    b.weights = ith_malloc(n * 4);
+    b.cu_seqlens = ith_malloc((docs + 1) * 4);
+    memcpy(b.ids, ids, (size_t)n * 4);
+    memcpy(b.cu_seqlens, cu, (size_t)(docs + 1) * 4);
+    for (int64_t d = 0; d < docs; d++)
+        for (int32_t t = cu[d]; t < cu[d + 1]; t++) {
+            b.position_ids[t] = t - cu[d];
+            b.labels[t] = t + 1 < cu[d + 1] ? labels[t + 1] : -100;
+            b.weights[t] = b.labels[t] >= 0 ? 1.0f : 0.0f;
+            b.num_labels += b.labels[t] >= 0;
+        }
+    b.weight_sum = (double)b.num_labels;
+    return b;
+}
+
+static void free_batch(ith_micro_batch *b)
+{
+    ith_free(b->ids);
+    ith_free(b->position_ids);
+    ith_free(b->labels);
+    ith_free(b->weights);
+    ith_free(b->cu_seqlens);
+}
+
+/* ---- a model opened for a run
+ * -------------------------------------------------------------------------- */
+
+typedef struct {
+    ith_session session;
+    ith_model *model;
+    ith_step *step;
+} bench;
+
+static void open_bench(bench *b, const golden *g, const options *o, const ith_micro_batch *batch,
+                       double max_grad_norm)
+{
+    memset(b, 0, sizeof *b);
+    die_on(ith_session_open(&b->session, o->device, 0, o->threads, false, &err));
+    if (o->reference)
+        b->session.ctx.backend = ith_backend_ref();
+    die_on(ith_model_create(&b->model, &g->config, o->dtype,
+                            ith_max_i64(batch->num_tokens, GREEDY_CAPACITY), &err));
+    ith_step_config c = {.max_tokens = batch->num_tokens,
+                         .max_docs = batch->num_docs,
+                         .max_labels = ith_max_i64(batch->num_labels, 1),
+                         .max_doc_tokens = batch->num_tokens,
+                         .chunk_rows = o->chunk,
+                         .training = true,
+                         .fp32_master = true,
+                         .keep = o->keep,
+                         .max_grad_norm = (float)max_grad_norm};
+    die_on(ith_step_create(&b->step, b->model, &b->session.ctx, &c, false));
+    die_on(ith_model_load(b->model, &b->session.ctx, g->weights, b->step->master));
+}
+
+static void close_bench(bench *b)
+{
+    ith_step_destroy(b->step);
+    ith_model_destroy(b->model);
+    ith_session_close(&b->session);
+}
+
+/* Contents of a device tensor as f32. */
+static float *floats(ith_ctx *ctx, ith_tensor t)
+{
+    int64_t n = ith_numel(t);
+    char *raw = ith_malloc(ith_tensor_bytes(t) + 8);
+    float *out = ith_malloc(n * 4 + 4);
+    if (!raw || !out)
+        exit(1);
+    die_on(ctx->device->download(ctx->device, raw, t.data, ith_tensor_bytes(t), &err));
+    die_on(ctx->device->sync(ctx->device, &err));
+    ith_convert(out, ITH_F32, raw, t.dtype, n);
+    ith_free(raw);
+    return out;
+}
+
+static double rel_norm(const float *a, const char *ref, ith_dtype dtype, int64_t n)
+{
+    double diff = 0, norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        float r = 0;
+        ith_convert(&r, ITH_F32, ref + i * ith_dtype_bytes(dtype), dtype, 1);
+        diff += ((double)a[i] - (double)r) * ((double)a[i] - (double)r);
+        norm += (double)r * (double)r;
+    }
+    return norm > 0 ? sqrt(diff / norm) : sqrt(diff);
+}
+
+/* ---- the checks
+ * -------------------------------------------------------------------------------------------- */
+
+/* Forward of the batch in the plan's memory that backward would use; logits of all rows against the
+ * reference. */
+static void check_logits(bench *b, const ith_micro_batch *batch, const ith_st_entry *want,
+                         results *r, const char *what)
+{
+    ith_ctx *ctx = &b->session.ctx;
+    ith_model *m = b->model;
+    int64_t n = batch->num_tokens, v = m->config->vocab_size;
+    ith_plan *kept = ctx->plan,
+             *own =
+                 NULL; /* logits of all rows are not part of a training step: a plan of their own */
+    ith_tensor hidden = {0}, logits = {0}, rows = {0}, ids = {0}, pos = {0}, cu = {0};
+    ctx->plan = NULL;
+    die_on(ith_plan_create(&own, ctx->device, &err));
+    ctx->plan = own;
+    for (int pass = 0; pass < 2; pass++) {
+        int64_t marks[ITH_MEM_CLASSES];
+        for (int c = 0; c < ITH_MEM_CLASSES; c++)
+            marks[c] = ith_plan_mark(own, (ith_mem_class)c);
+        die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "ids", ITH_I32, 1, n, 1, 1, 1, &ids));
+        die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "pos", ITH_I32, 1, n, 1, 1, 1, &pos));
+        die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "rows", ITH_I32, 1, n, 1, 1, 1, &rows));
+        die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "cu", ITH_I32, 1, batch->num_docs + 1, 1, 1,
+                            1, &cu));
+        die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "hidden", m->dtype, 2, n,
+                            m->config->hidden_size, 1, 1, &hidden));
+        die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "logits", m->dtype, 2, n, v, 1, 1, &logits));
+        if (pass) {
+            int32_t *all = ith_malloc(n * 4);
+            for (int64_t i = 0; i < n; i++)
+                all[i] = (int32_t)i;
+            ith_device *d = ctx->device;
+            die_on(d->upload(d, ids.data, batch->ids, n * 4, &err));
+            die_on(d->upload(d, pos.data, batch->position_ids, n * 4, &err));
+            die_on(d->upload(d, rows.data, all, n * 4, &err));
+            die_on(d->upload(d, cu.data, batch->cu_seqlens, (batch->num_docs + 1) * 4, &err));
+            die_on(d->sync(d, &err));
+            ith_free(all);
+        }
+        int64_t max_len = 0;
+        for (int64_t i = 0; i < batch->num_docs; i++)
+            max_len = ith_max_i64(max_len, batch->cu_seqlens[i + 1] - batch->cu_seqlens[i]);
+        ith_batch dev = {.num_tokens = n,
+                         .ids = ids,
+                         .position_ids = pos,
+                         .seqs = {cu, batch->cu_seqlens, batch->num_docs, max_len}};
+        die_on(m->family->forward(m, ctx, &dev, false, hidden));
+        die_on(ith_head_logits(m, ctx, logits, hidden, rows));
+        if (pass == 0) {
+            for (int c = 0; c < ITH_MEM_CLASSES; c++)
+                ith_plan_release(own, (ith_mem_class)c, marks[c]);
+            die_on(ith_plan_commit(own, &err));
+        }
+    }
+    float *got = floats(ctx, logits);
+    double worst = 0, largest = 0;
+    for (int64_t i = 0; i < n * v; i++) {
+        float ref = 0;
+        memcpy(&ref, (const char *)want->data + i * 4, 4);
+        double diff = fabs((double)got[i] - (double)ref);
+        worst = diff > worst || isnan(diff) ? diff : worst;
+        largest = fmax(largest, fabs((double)ref));
+    }
+    record(r, worst / largest, 2e-5, "%s logits", what);
+    ith_free(got);
+    ctx->plan = kept;
+    ith_plan_destroy(own);
+}
+
+static void check_pieces(bench *b, ith_tensor flat, const char *dir, const char *sub, double bound,
+                         results *r)
+{
+    ith_buf path = {0};
+    ith_st_reader *reader = NULL;
+    ith_path_join(&path, dir, sub);
+    die_on(ith_st_open(&reader, path.data, &err));
+    float *all = floats(&b->session.ctx, flat);
+    double worst = 0;
+    for (int64_t i = 0; i < b->model->num_pieces; i++) {
+        const ith_hf_piece *p = &b->model->pieces[i];
+        const ith_st_entry *want = NULL;
+        die_on(ith_st_need(reader, p->hf_name, p->ndim, p->shape, NULL, &want, &err));
+        double e = rel_norm(all + b->model->params[p->param].first + p->first, want->data,
+                            want->dtype, p->count);
+        worst = e > worst || isnan(e) ? e : worst;
+        record(r, e, bound, "%s %s", sub, p->hf_name);
+    }
+    ith_free(all);
+    ith_st_close(reader);
+    ith_buf_deinit(&path);
+}
+
+static double number(const json_t *json, const char *key)
+{
+    return json_number_value(json_object_get(json, key));
+}
+
+/* Loss, logits and every gradient of one batch. */
+static void check_batch(const golden *g, const options *o, const ith_micro_batch *batch,
+                        const char *what, const ith_st_entry *logits, double loss,
+                        const char *grads, results *r)
+{
+    bench b;
+    open_bench(&b, g, o, batch, 0);
+    check_logits(&b, batch, logits, r, what);
+    ith_step_begin(b.step, batch->weight_sum);
+    die_on(ith_step_micro(b.step, batch));
+    double got = 0;
+    ith_ctx *ctx = &b.session.ctx;
+    die_on(ctx->device->download(ctx->device, &got, b.step->loss_sum.data, sizeof got, &err));
+    die_on(ctx->device->sync(ctx->device, &err));
+    record(r, fabs(got - loss) / fabs(loss), 1e-5, "%s loss", what);
+    check_pieces(&b, b.model->grad, g->dir, grads, 1e-4, r);
+    for (int c = 0; c < ITH_MEM_CLASSES;
+         c++) /* the batch is as large as planned: no byte more, no byte less */
+        if (c != ITH_MEM_OPTIMIZER &&
+            ith_plan_high(ctx->plan, (ith_mem_class)c) > ith_plan_peak(ctx->plan, (ith_mem_class)c))
+            record(r, 1, 0, "%s memory %s", what, ith_mem_class_name((ith_mem_class)c));
+    close_bench(&b);
+}
+
+static void check_adamw(const golden *g, const options *o, const ith_micro_batch *batch, results *r)
+{
+    const json_t *a = json_object_get(g->json, "adamw");
+    ith_adamw_hyper h = {(float)number(a, "lr"),
+                         (float)json_number_value(json_array_get(json_object_get(a, "betas"), 0)),
+                         (float)json_number_value(json_array_get(json_object_get(a, "betas"), 1)),
+                         (float)number(a, "eps"),
+                         (float)number(a, "weight_decay"),
+                         0};
+    bench b;
+    open_bench(&b, g, o, batch, number(a, "max_grad_norm"));
+    for (int64_t i = 0; i < 3; i++) {
+        ith_step_stats stats;
+        h.step = i + 1;
+        ith_step_begin(b.step, batch->weight_sum);
+        die_on(ith_step_micro(b.step, batch));
+        die_on(ith_step_end(b.step, h, &stats));
+        double loss = json_number_value(json_array_get(json_object_get(a, "losses"), (size_t)i));
+        double norm =
+            json_number_value(json_array_get(json_object_get(a, "grad_norms"), (size_t)i));
+        record(r, fabs(stats.loss - loss) / loss, i ? 3e-3 : 1e-5, "adamw step %d loss",
+               (int)i + 1);
+        record(r, fabs(stats.grad_norm - norm) / norm, i ? 3e-3 : 1e-5, "adamw step %d grad norm",
+               (int)i + 1);
+    }
+    for (int c = 0; c < ITH_MEM_CLASSES; c++) {
+        const ith_plan *plan = b.session.ctx.plan;
+        int64_t planned = ith_plan_peak(plan, (ith_mem_class)c),
+                high = ith_plan_high(plan, (ith_mem_class)c);
+        record(r, fabs((double)(planned - high)), 0, "planned = used, %s",
+               ith_mem_class_name((ith_mem_class)c));
+    }
+    check_pieces(&b, b.step->master.ndim ? b.step->master : b.model->w, g->dir, "after3", 1e-3, r);
+    close_bench(&b);
+}
+
+static void run_golden(golden *g, const options *o, results *r)
+{
+    const ith_st_entry *ids_entry = entry_of(g, "input_ids"), *packed = entry_of(g, "packed_ids");
+    int32_t *ids = ints(ids_entry), *labels = ints(entry_of(g, "labels"));
+    int32_t cu[2] = {0, (int32_t)ith_st_numel(ids_entry)};
+    ith_micro_batch one = batch_of(ids, labels, cu, 1);
+    check_batch(g, o, &one, "one document", entry_of(g, "logits"), number(g->json, "loss"), "grads",
+                r);
+    check_adamw(g, o, &one, r);
+    free_batch(&one);
+    ith_free(ids);
+    ith_free(labels);
+    if (!packed)
+        return;
+    const ith_st_entry *cu_entry = entry_of(g, "cu_seqlens");
+    int32_t *packed_cu = ints(cu_entry);
+    ids = ints(packed);
+    labels = ints(entry_of(g, "packed_labels"));
+    ith_micro_batch many = batch_of(ids, labels, packed_cu, ith_st_numel(cu_entry) - 1);
+    check_batch(g, o, &many, "packed", entry_of(g, "packed_logits"), number(g->json, "packed_loss"),
+                "grads_packed", r);
+    free_batch(&many);
+    ith_free(ids);
+    ith_free(labels);
+    ith_free(packed_cu);
+}
+
+/* Prints the rows that fail, and the worst of each kind (first word of the name); returns the
+ * number of failures. */
+static int64_t report(const golden *g, const results *r, const results *yardstick)
+{
+    int64_t failures = 0;
+    for (int64_t i = 0; i < r->count; i++) {
+        result *row = &r->rows[i];
+        if (yardstick && strncmp(row->name, "planned", 7) != 0)
+            row->bound = fmax(row->bound, 2 * yardstick->rows[i].error + BF16_FLOOR);
+        bool bad = !(row->error <= row->bound);
+        failures += bad;
+        if (bad)
+            printf("FAIL  %-60s %.3g  bound %.3g\n", row->name, row->error, row->bound);
+    }
+    for (int64_t i = 0; i < r->count;) {
+        size_t word = strcspn(r->rows[i].name, " ");
+        int64_t worst = i, j = i;
+        for (; j < r->count && strncmp(r->rows[j].name, r->rows[i].name, word + 1) == 0; j++)
+            if (!(r->rows[j].error * r->rows[worst].bound <=
+                  r->rows[worst].error * r->rows[j].bound))
+                worst = j;
+        printf("%-12.*s worst of %3lld: %-55s %.3g  bound %.3g\n", (int)word, r->rows[i].name,
+               (long long)(j - i), r->rows[worst].name, r->rows[worst].error, r->rows[worst].bound);
+        i = j;
+    }
+    printf("%s: %lld values, %lld out of bounds\n", g->dir, (long long)r->count,
+           (long long)failures);
+    return failures;
+}
+
+static int64_t check_dir(const char *dir, const options *o)
+{
+    golden g = {.dir = dir};
+    ith_buf path = {0};
+    ith_path_join(&path, dir, "hf");
+    die_on(ith_hf_config_load(&g.config, path.data, &err));
+    die_on(ith_st_open(&g.weights, path.data, &err));
+    ith_path_join(&path, dir, "ref.safetensors");
+    die_on(ith_st_open(&g.ref, path.data, &err));
+    ith_path_join(&path, dir, "ref.json");
+    die_on(ith_json_load(&g.json, path.data, &err));
+    results r = {0}, yardstick = {0};
+    run_golden(&g, o, &r);
+    if (o->dtype == ITH_BF16) {
+        options plain = *o;
+        plain.device = ITH_USE_CPU;
+        plain.reference = true;
+        run_golden(&g, &plain, &yardstick);
+    }
+    int64_t failures = report(&g, &r, o->dtype == ITH_BF16 ? &yardstick : NULL);
+    ith_free(r.rows);
+    ith_free(yardstick.rows);
+    ith_st_close(g.weights);
+    ith_st_close(g.ref);
+    json_decref(g.json);
+    ith_hf_config_deinit(&g.config);
+    ith_buf_deinit(&path);
+    return failures;
+}
+
+int main(int argc, char **argv)
+{
+    options o = {.device = ITH_USE_CPU, .dtype = ITH_F32, .keep = -1};
+    int64_t failures = 0, dirs = 0;
+    for (int i = 1; i < argc; i++) {
+        const char *a = argv[i], *eq = strchr(a, '=');
+        if (eq && strncmp(a, "device=", 7) == 0)
+            o.device = strcmp(eq, "=cuda") == 0 ? ITH_USE_CUDA : ITH_USE_CPU;
+        else if (eq && strncmp(a, "dtype=", 6) == 0)
+            o.dtype = strcmp(eq, "=bfloat16") == 0 ? ITH_BF16 : ITH_F32;
+        else if (eq && strncmp(a, "threads=", 8) == 0)
+            o.threads = (int)strtol(eq + 1, NULL, 10);
+        else if (eq && strncmp(a, "chunk=", 6) == 0)
+            o.chunk = strtoll(eq + 1, NULL, 10);
+        else if (eq && strncmp(a, "keep=", 5) == 0)
+            o.keep = strcmp(eq, "=all") == 0
+                         ? ITH_KEEP_ALL
+                         : (strcmp(eq, "=attention") == 0 ? ITH_KEEP_ATTENTION : ITH_KEEP_INPUT);
+        else if (eq && strcmp(a, "backend=ref") == 0)
+            o.reference = true;
+        else if (!ith_path_is_dir(a))
+            return fprintf(stderr, "golden_check: %s is not here\n", a), 77;
+        else {
+            failures += check_dir(a, &o);
+            dirs++;
+        }
+    }
+    if (!dirs)
+        return fprintf(stderr, "golden_check: no directory given\n"), 2;
+    return failures ? 1 : 0;
+}
