@@ -1,0 +1,34 @@
+# Fast CPU kernels: one file per instruction set, chosen at run time (src/kernels/cpu/backend_cpu.c), so that one
+# binary runs anywhere. -ffp-contract=fast: the product sums are fused multiply-adds; no other float rule is loosened.
+set(cpu_dir ${CMAKE_SOURCE_DIR}/src/kernels/cpu)
+set(level_flags -O3 -ffp-contract=fast)
+set_source_files_properties(${cpu_dir}/level_generic.c PROPERTIES COMPILE_OPTIONS "${level_flags}")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|amd64|AMD64")
+    set(avx512 -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mprefer-vector-width=512)
+    set_source_files_properties(${cpu_dir}/level_avx2.c PROPERTIES COMPILE_OPTIONS "${level_flags};-mavx2;-mfma")
+    set_source_files_properties(${cpu_dir}/level_avx512.c PROPERTIES COMPILE_OPTIONS "${level_flags};${avx512}")
+    set_source_files_properties(${cpu_dir}/level_avx512bf16.c PROPERTIES COMPILE_OPTIONS "${level_flags};${avx512};-mavx512bf16")
+    set(levels "generic avx2 avx512 avx512bf16")
+else()
+    set_source_files_properties(${cpu_dir}/level_avx2.c ${cpu_dir}/level_avx512.c ${cpu_dir}/level_avx512bf16.c
+                                PROPERTIES COMPILE_DEFINITIONS ITH_LEVEL_ABSENT)
+    set(levels "generic")
+endif()
+
+# oneDNN is loaded at run time (libdnnl.so.2 or .3); its header is needed to build that in.
+if(NOT ITH_ONEDNN STREQUAL "off")
+    find_path(ITH_DNNL_INCLUDE oneapi/dnnl/dnnl.h)
+endif()
+if(ITH_DNNL_INCLUDE AND NOT ITH_ONEDNN STREQUAL "off")
+    set_source_files_properties(${cpu_dir}/onednn.c PROPERTIES COMPILE_DEFINITIONS ITH_HAVE_ONEDNN
+                                COMPILE_OPTIONS "-isystem;${ITH_DNNL_INCLUDE}")
+    set(onednn "header in ${ITH_DNNL_INCLUDE}, library loaded at run time")
+elseif(ITH_ONEDNN STREQUAL "on")
+    message(FATAL_ERROR "ITH_ONEDNN=on, but oneapi/dnnl/dnnl.h is not found: install libdnnl-dev")
+else()
+    set(onednn "out: no oneapi/dnnl/dnnl.h (libdnnl-dev), or ITH_ONEDNN=off")
+endif()
+target_link_libraries(ith_kernels PUBLIC ${CMAKE_DL_LIBS})
+ith_summary("CPU kernels: ${levels}, chosen at run time")
+ith_summary("oneDNN: ${onednn}")
+add_subdirectory(${CMAKE_SOURCE_DIR}/bench)

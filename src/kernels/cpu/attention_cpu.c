@@ -1,0 +1,122 @@
+/* attention_cpu.c - attention entries of the CPU table: scratch and tasks; the work is in
+ * attention_impl.h. */
+#include "kernels/cpu/cpu_internal.h"
+
+/* Columns of a tile: enough to pay for packing its keys. */
+#define TILE_COLUMNS 256
+
+static int64_t q_block_of(ith_tensor q, ith_tensor k)
+{
+    int64_t group = ith_div_exact(q.shape[1], k.shape[1]);
+    return ith_max_i64(32, ith_round_up(ith_div_ceil(TILE_COLUMNS, group), 32));
+}
+
+static int64_t forward_bytes(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q, ith_tensor k,
+                             ith_tensor v, ith_seqs seqs, float scale, bool causal)
+{
+    if (q.dtype == ITH_F64)
+        return ith_backend_ref()->attention_forward.workspace(ctx, o, lse, q, k, v, seqs, scale,
+                                                              causal);
+    ith_cpu_attention a = {.q = q, .k = k, .v = v, .seqs = seqs, .q_block = q_block_of(q, k)};
+    return ith_cpu_level_get()->attention_bytes(&a, false) * ith_pool_threads(ctx->pool);
+}
+
+static ith_status forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q, ith_tensor k,
+                          ith_tensor v, ith_seqs seqs, float scale, bool causal)
+{
+    if (q.dtype == ITH_F64)
+        return ith_backend_ref()->attention_forward.run(ctx, o, lse, q, k, v, seqs, scale, causal);
+    const ith_cpu_level *level = ith_cpu_level_get();
+    ith_cpu_attention a = {.o = o,
+                           .lse = lse,
+                           .q = q,
+                           .k = k,
+                           .v = v,
+                           .seqs = seqs,
+                           .scale = scale,
+                           .causal = causal,
+                           .q_block = q_block_of(q, k),
+                           .scratch = ctx->scratch};
+    a.thread_bytes = level->attention_bytes(&a, false);
+    ITH_ASSERT(ctx->scratch_bytes >= a.thread_bytes * ith_pool_threads(ctx->pool));
+    int64_t tiles = 0;
+    for (int64_t doc = 0; doc < seqs.num_docs; doc++)
+        tiles += ith_div_ceil(seqs.cu_host[doc + 1] - seqs.cu_host[doc], a.q_block);
+    ith_pool_for(ctx->pool, tiles * k.shape[1], 1, level->attention_forward, &a);
+    return ITH_OK;
+}
+
+static int64_t backward_bytes(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
+                              ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
+                              ith_tensor o, ith_tensor lse, ith_seqs seqs, float scale, bool causal)
+{
+    if (q.dtype == ITH_F64)
+        return ith_backend_ref()->attention_backward.workspace(ctx, dq, dk, dv, do_, q, k, v, o,
+                                                               lse, seqs, scale, causal);
+    ith_cpu_attention a = {.q = q, .k = k, .v = v, .seqs = seqs, .q_block = q_block_of(q, k)};
+    return ith_cpu_level_get()->attention_bytes(&a, true) * ith_pool_threads(ctx->pool);
+}
+
+static ith_status backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
+                           ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o,
+                           ith_tensor lse, ith_seqs seqs, float scale, bool causal)
+{
+    if (q.dtype == ITH_F64)
+        return ith_backend_ref()->attention_backward.run(ctx, dq, dk, dv, do_, q, k, v, o, lse,
+                                                         seqs, scale, causal);
+    const ith_cpu_level *level = ith_cpu_level_get();
+    ith_cpu_attention a = {.o = o,
+                           .lse = lse,
+                           .q = q,
+                           .k = k,
+                           .v = v,
+                           .dq = dq,
+                           .dk = dk,
+                           .dv = dv,
+                           .do_ = do_,
+                           .seqs = seqs,
+                           .scale = scale,
+                           .causal = causal,
+                           .q_block = q_block_of(q, k),
+                           .scratch = ctx->scratch};
+    a.thread_bytes = level->attention_bytes(&a, true);
+    ITH_ASSERT(ctx->scratch_bytes >= a.thread_bytes * ith_pool_threads(ctx->pool));
+    ith_pool_for(ctx->pool, seqs.num_docs * k.shape[1], 1, level->attention_backward, &a);
+    return ITH_OK;
+}
+
+static int64_t decode_bytes(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
+                            ith_tensor v_cache, ith_tensor lengths, float scale)
+{
+    if (q.dtype == ITH_F64)
+        return ith_backend_ref()->attention_decode.workspace(ctx, o, q, k_cache, v_cache, lengths,
+                                                             scale);
+    return ith_round_up(q.shape[2] * 4, 256) * ith_pool_threads(ctx->pool);
+}
+
+static ith_status decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
+                         ith_tensor v_cache, ith_tensor lengths, float scale)
+{
+    if (q.dtype == ITH_F64)
+        return ith_backend_ref()->attention_decode.run(ctx, o, q, k_cache, v_cache, lengths, scale);
+    ith_cpu_attention a = {.o = o,
+                           .q = q,
+                           .k = k_cache,
+                           .v = v_cache,
+                           .lengths = lengths,
+                           .scale = scale,
+                           .scratch = ctx->scratch,
+                           .thread_bytes = ith_round_up(q.shape[2] * 4, 256)};
+    ith_pool_for(ctx->pool, q.shape[0] * q.shape[1], 1, ith_cpu_level_get()->attention_decode, &a);
+    return ITH_OK;
+}
+
+void ith_cpu_fill_attention(ith_backend *b)
+{
+    b->attention_forward.run = forward;
+    b->attention_forward.workspace = forward_bytes;
+    b->attention_backward.run = backward;
+    b->attention_backward.workspace = backward_bytes;
+    b->attention_decode.run = decode;
+    b->attention_decode.workspace = decode_bytes;
+}

@@ -1,0 +1,453 @@
+/* attention_impl.h - flash attention on the register tile of gemm_impl.h. Part of level_impl.h.
+ *
+ * A tile holds q_block positions of all query heads of one kv head ("columns", head-major, each
+ * head padded to NR) against KV_BLOCK keys ("rows"). Scores are kept transposed, S[key][column]: a
+ * vector holds 16 queries, so maxima, sums and rescaling need no work across lanes, and two rows of
+ * probabilities, rounded and interleaved, are the packed operand of the next product.
+ *
+ * Forward  S = K Q',  P = exp(S - m),  O' += V' P        one task: a q tile of a kv head
+ * Backward S = K Q', dP = V dO', dS = P (dP - delta),     one task: a kv head of a document;
+ *          dQ' += K' dS,  dV += P dO,  dK += dS Q          dK and dV wait in f32 in scratch
+ *
+ * Memory is linear in tokens. Sums over keys run in order of keys, those over queries in order of
+ * queries, whatever the threads do. Where the level multiplies bf16 pairs, P and dS are rounded to
+ * bf16 before the second products, as on GPUs. */
+#define KV_BLOCK 128
+
+typedef struct {
+    bool pairs, bf16;
+    int64_t dim, group, begin, len; /* document */
+    int64_t kv_head, pad, cols;     /* pad: columns of one head; cols = group * pad */
+    int64_t i0, num_q;              /* query positions of this tile, within the document */
+    int64_t kd_dim, dim_ld;
+    float *s, *dp, *out;                    /* [KV_BLOCK, cols] twice, [dim, cols] */
+    float *max, *sum;                       /* [cols]; backward: lse and delta */
+    float *rows;                            /* [pad, dim] */
+    uint32_t *qp, *dop, *kp, *vp, *ktp, *p; /* packed operands */
+    uint32_t *q_of, *do_of, *side;          /* backward: packed by queries; transposed P or dS */
+    void *pt, *dst; /* backward: P and dS, [KV_BLOCK, cols] of the operand type */
+    float *dk, *dv; /* backward: [len, dim_ld] */
+} flash;
+
+static int64_t flash_layout(const ith_cpu_attention *a, flash *f, char *base, bool backward)
+{
+    int64_t dim = a->q.shape[2], at = 0;
+    f->bf16 = a->q.dtype == ITH_BF16;
+#ifdef LEVEL_BF16_DOT
+    f->pairs = f->bf16;
+#else
+    f->pairs = false;
+#endif
+    f->dim = dim;
+    f->group = a->q.shape[1] / a->k.shape[1];
+    f->pad = ith_round_up(a->q_block, NR);
+    f->cols = f->group * f->pad;
+    f->kd_dim = f->pairs ? (dim + 1) / 2 : dim;
+    f->dim_ld = ith_round_up(dim, NR);
+    int64_t rows_kd = f->pairs ? KV_BLOCK / 2 : KV_BLOCK, q_kd = f->pairs ? f->pad / 2 : f->pad;
+    int64_t kv_mr = ith_round_up(KV_BLOCK, MR), dim_mr = ith_round_up(dim, MR);
+#define PART(field, dwords)                                                                        \
+    f->field = (void *)(base + at);                                                                \
+    at += ith_round_up(((dwords) + ITH_CPU_PACK_SLACK) * 4, 64)
+    PART(s, KV_BLOCK * f->cols);
+    PART(out, dim * f->cols);
+    PART(max, f->cols);
+    PART(sum, f->cols);
+    PART(rows, f->pad * dim);
+    PART(qp, f->cols * f->kd_dim);
+    PART(kp, kv_mr * f->kd_dim);
+    PART(p, f->cols * rows_kd);
+    PART(vp, ith_max_i64(dim_mr * rows_kd, kv_mr * f->kd_dim));
+    if (backward) {
+        PART(dp, KV_BLOCK * f->cols);
+        PART(dop, f->cols * f->kd_dim);
+        PART(ktp, dim_mr * rows_kd);
+        PART(q_of, f->group * f->dim_ld * q_kd);
+        PART(do_of, f->group * f->dim_ld * q_kd);
+        PART(side, kv_mr * q_kd);
+        PART(pt, KV_BLOCK * f->cols);
+        PART(dst, KV_BLOCK * f->cols);
+        PART(dk, a->seqs.max_len * f->dim_ld);
+        PART(dv, a->seqs.max_len * f->dim_ld);
+    }
+#undef PART
+    return at;
+}
+
+static int64_t attention_bytes(const ith_cpu_attention *a, bool backward)
+{
+    flash f = {0};
+    return ith_round_up(flash_layout(a, &f, NULL, backward), 256);
+}
+
+/* Head h of rows [t0, ..) as a matrix: by rows (summed over the head), or by columns (summed over
+ * the rows). */
+INLINE ith_cpu_matrix head_matrix(ith_tensor t, int64_t t0, int64_t h, bool by_rows)
+{
+    const char *data = t.data;
+    ith_cpu_matrix m = {data + (t0 * t.stride[0] + h * t.stride[1]) * ith_dtype_bytes(t.dtype),
+                        t.dtype, t.stride[0], by_rows};
+    return m;
+}
+
+/* c[rows, cols] (+)= a b from packed panels. */
+INLINE void flash_product(int64_t rows, int64_t cols, int64_t kd, const uint32_t *a,
+                          const uint32_t *b, float *c, int64_t ldc, bool load, bool pairs)
+{
+    for (int64_t r = 0; r < rows; r += MR)
+        for (int64_t n = 0; n < cols; n += NR) {
+            int64_t m = ith_min_i64(MR, rows - r);
+#ifdef LEVEL_BF16_DOT
+            if (pairs) {
+                micro_bf16(m, kd, a + r * kd, b + n * kd, c + r * ldc + n, ldc, load);
+                continue;
+            }
+#endif
+            (void)pairs;
+            micro_f32(m, kd, a + r * kd, b + n * kd, c + r * ldc + n, ldc, load);
+        }
+}
+
+/* Columns of this tile from one of q or dO. Heads are padded with zeros. */
+static void flash_pack_columns(const flash *f, uint32_t *dst, ith_tensor t)
+{
+    memset(dst, 0, (size_t)(f->cols * f->kd_dim) * 4);
+    for (int64_t g = 0; g < f->group; g++) {
+        ith_cpu_matrix m = head_matrix(t, f->begin + f->i0, f->kv_head * f->group + g, true);
+        pack(dst + g * f->pad * f->kd_dim, NR, &m, 0, f->num_q, 0, f->dim, f->pairs);
+    }
+}
+
+INLINE int64_t operand_kd(const flash *f, int64_t n)
+{
+    return f->pairs ? (n + 1) / 2 : n;
+}
+
+/* Two rows of operands (second one may be absent) into the packed form, one vector wide. */
+INLINE void flash_put(const flash *f, uint32_t *dst, int64_t kd, int64_t row, int64_t c, V lo, V hi)
+{
+    uint32_t *panel = dst + c / NR * NR * kd + c % NR;
+    if (f->pairs) {
+        VU both = v_round_bits(lo) | (v_round_bits(hi) << 16);
+        memcpy(panel + row / 2 * NR, &both, sizeof both);
+    } else {
+        memcpy(panel + row * NR, &lo, sizeof lo);
+        if (row + 1 < kd)
+            memcpy(panel + (row + 1) * NR, &hi, sizeof hi);
+    }
+}
+
+/* Query position of each lane. */
+INLINE VI lane_positions(const flash *f, int64_t c)
+{
+    VI pos;
+    for (int i = 0; i < VW; i++)
+        pos[i] = (int32_t)(f->i0 + c % f->pad + i);
+    return pos;
+}
+
+INLINE VI v_seti(int32_t x)
+{
+    VI v;
+    for (int i = 0; i < VW; i++)
+        v[i] = x;
+    return v;
+}
+
+/* Online softmax of n rows, VW columns: scaled and masked scores, new maximum, P, rescaled sum
+ * and output. */
+static void flash_softmax(const flash *f, int64_t j0, int64_t n, int64_t c, float scale,
+                          bool masked, bool first)
+{
+    const V none = v_set(-__builtin_inff());
+    V top = first ? none : v_load_f32(f->max + c), old = top;
+    VI pos = lane_positions(f, c);
+    for (int64_t j = 0; j < n; j++) {
+        float *at = f->s + j * f->cols + c;
+        V x = v_load_f32(at) * v_set(scale);
+        if (masked)
+            x = v_select(v_seti((int32_t)(j0 + j)) > pos, none, x);
+        memcpy(at, &x, sizeof x);
+        top = v_max(top, x);
+    }
+    V alpha = first ? v_set(0.0f) : v_exp(old - top);
+    V sum = first ? v_set(0.0f) : v_load_f32(f->sum + c) * alpha;
+    int64_t kd = operand_kd(f, n);
+    for (int64_t j = 0; j < n; j += 2) {
+        V lo = v_exp(v_load_f32(f->s + j * f->cols + c) - top), hi = v_set(0.0f);
+        if (j + 1 < n)
+            hi = v_exp(v_load_f32(f->s + (j + 1) * f->cols + c) - top);
+        sum = sum + (lo + hi);
+        flash_put(f, f->p, kd, j, c, lo, hi);
+    }
+    memcpy(f->max + c, &top, sizeof top);
+    memcpy(f->sum + c, &sum, sizeof sum);
+    VI same = old == top;
+    int changed = 0;
+    for (int i = 0; i < VW; i++)
+        changed |= !same[i];
+    if (first || !changed)
+        return;
+    for (int64_t d = 0; d < f->dim; d++) {
+        float *at = f->out + d * f->cols + c;
+        V x = v_load_f32(at) * alpha;
+        memcpy(at, &x, sizeof x);
+    }
+}
+
+/* out[dim, cols] to rows of a tensor. */
+static void flash_store(const flash *f, ith_tensor t)
+{
+    for (int64_t g = 0; g < f->group; g++) {
+        transpose(f->rows, f->dim, f->out + g * f->pad, f->cols, f->dim, f->num_q);
+        for (int64_t i = 0; i < f->num_q; i++) {
+            int64_t at =
+                (f->begin + f->i0 + i) * t.stride[0] + (f->kv_head * f->group + g) * t.stride[1];
+            store_row((char *)t.data + at * ith_dtype_bytes(t.dtype), t.dtype, f->rows + i * f->dim,
+                      f->dim, false);
+        }
+    }
+}
+
+static void flash_forward_tile(const ith_cpu_attention *a, flash *f)
+{
+    int64_t last = a->causal ? f->i0 + f->num_q : f->len;
+    flash_pack_columns(f, f->qp, a->q);
+    for (int64_t j0 = 0; j0 < last; j0 += KV_BLOCK) {
+        int64_t n = ith_min_i64(KV_BLOCK, last - j0), kd = operand_kd(f, n);
+        ith_cpu_matrix k = head_matrix(a->k, f->begin + j0, f->kv_head, true);
+        ith_cpu_matrix v = head_matrix(a->v, f->begin + j0, f->kv_head, false);
+        pack(f->kp, MR, &k, 0, n, 0, f->dim, f->pairs);
+        pack(f->vp, MR, &v, 0, f->dim, 0, n, f->pairs);
+        flash_product(n, f->cols, f->kd_dim, f->kp, f->qp, f->s, f->cols, false, f->pairs);
+        bool masked = a->causal && j0 + n - 1 > f->i0;
+        for (int64_t c = 0; c < f->cols; c += VW)
+            flash_softmax(f, j0, n, c, a->scale, masked, j0 == 0);
+        flash_product(f->dim, f->cols, kd, f->vp, f->p, f->out, f->cols, j0 > 0, f->pairs);
+    }
+    for (int64_t d = 0; d < f->dim; d++)
+        for (int64_t c = 0; c < f->cols; c += VW) {
+            V x = v_load_f32(f->out + d * f->cols + c) / v_load_f32(f->sum + c);
+            memcpy(f->out + d * f->cols + c, &x, sizeof x);
+        }
+    flash_store(f, a->o);
+    for (int64_t g = 0; g < f->group; g++)
+        for (int64_t i = 0; i < f->num_q; i++) {
+            int64_t c = g * f->pad + i, h = f->kv_head * f->group + g;
+            ((float *)a->lse.data)[(f->begin + f->i0 + i) * a->q.shape[1] + h] =
+                f->max[c] + logf(f->sum[c]);
+        }
+}
+
+/* Index = tile * Hkv + kv head; tiles are counted through the documents. */
+static void attention_forward(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const ith_cpu_attention *a = arg;
+    flash f = {0};
+    flash_layout(a, &f, a->scratch + thread * a->thread_bytes, false);
+    for (int64_t index = begin; index < end; index++) {
+        int64_t tile_idx = index / a->k.shape[1], doc = 0;
+        f.kv_head = index % a->k.shape[1];
+        for (;; doc++) {
+            f.begin = a->seqs.cu_host[doc];
+            f.len = a->seqs.cu_host[doc + 1] - f.begin;
+            int64_t tiles = ith_div_ceil(f.len, a->q_block);
+            if (tile_idx < tiles)
+                break;
+            tile_idx -= tiles;
+        }
+        f.i0 = tile_idx * a->q_block;
+        f.num_q = ith_min_i64(a->q_block, f.len - f.i0);
+        flash_forward_tile(a, &f);
+    }
+}
+
+/* ---- backward ---- */
+
+/* lse and delta = sum_d dO*O of each column; padding gets lse = inf, so that its P is 0. */
+static void flash_load_stats(const ith_cpu_attention *a, flash *f)
+{
+    for (int64_t g = 0; g < f->group; g++)
+        for (int64_t i = 0; i < f->pad; i++) {
+            int64_t c = g * f->pad + i, h = f->kv_head * f->group + g;
+            int64_t t = f->begin + f->i0 + i;
+            f->max[c] = __builtin_inff();
+            f->sum[c] = 0.0f;
+            if (i >= f->num_q)
+                continue;
+            ith_cpu_matrix o = head_matrix(a->o, t, h, true);
+            ith_cpu_matrix grad = head_matrix(a->do_, t, h, true);
+            V sum = v_set(0.0f);
+            for (int64_t d = 0; d < f->dim; d += VW)
+                sum = sum + v_get(o.data, d, f->dim - d, f->bf16) *
+                                v_get(grad.data, d, f->dim - d, f->bf16);
+            f->max[c] = ((const float *)a->lse.data)[t * a->q.shape[1] + h];
+            f->sum[c] = v_sum(sum);
+        }
+}
+
+/* P and dS of n rows, VW columns, in both forms. */
+static void flash_gradient(const flash *f, int64_t j0, int64_t n, int64_t c, float scale,
+                           bool masked)
+{
+    V lse = v_load_f32(f->max + c), delta = v_load_f32(f->sum + c);
+    VI pos = lane_positions(f, c);
+    int64_t kd = operand_kd(f, n);
+    for (int64_t j = 0; j < n; j += 2) {
+        V ds[2] = {v_set(0.0f), v_set(0.0f)};
+        for (int64_t i = j; i < ith_min_i64(j + 2, n); i++) {
+            int64_t at = i * f->cols + c;
+            V p = v_exp(v_load_f32(f->s + at) * v_set(scale) - lse);
+            if (masked)
+                p = v_select(v_seti((int32_t)(j0 + i)) > pos, v_set(0.0f), p);
+            ds[i - j] = p * (v_load_f32(f->dp + at) - delta) * v_set(scale);
+            v_store(f->pt, at, p, f->pairs);
+            v_store(f->dst, at, ds[i - j], f->pairs);
+        }
+        flash_put(f, f->p, kd, j, c, ds[0], ds[1]);
+    }
+}
+
+/* sum[n, dim] += x[n, columns] * rows of q or dO, one head after the other. */
+static void flash_add_rows(const flash *f, const void *x, const uint32_t *rows, float *sum,
+                           int64_t n)
+{
+    int64_t kd = operand_kd(f, f->num_q);
+    for (int64_t g = 0; g < f->group; g++) {
+        ith_cpu_matrix m = {(const char *)x + g * f->pad * (f->pairs ? 2 : 4),
+                            f->pairs ? ITH_BF16 : ITH_F32, f->cols, true};
+        pack(f->side, MR, &m, 0, n, 0, f->num_q, f->pairs);
+        flash_product(n, f->dim_ld, kd, f->side, rows + g * f->dim_ld * kd, sum, f->dim_ld, true,
+                      f->pairs);
+    }
+}
+
+static void flash_backward_tile(const ith_cpu_attention *a, flash *f)
+{
+    int64_t last = a->causal ? f->i0 + f->num_q : f->len;
+    int64_t q_kd = operand_kd(f, f->num_q);
+    flash_load_stats(a, f);
+    flash_pack_columns(f, f->qp, a->q);
+    flash_pack_columns(f, f->dop, a->do_);
+    for (int64_t g = 0; g < f->group; g++) {
+        int64_t h = f->kv_head * f->group + g;
+        ith_cpu_matrix q = head_matrix(a->q, f->begin + f->i0, h, false);
+        ith_cpu_matrix grad = head_matrix(a->do_, f->begin + f->i0, h, false);
+        pack(f->q_of + g * f->dim_ld * q_kd, NR, &q, 0, f->dim, 0, f->num_q, f->pairs);
+        pack(f->do_of + g * f->dim_ld * q_kd, NR, &grad, 0, f->dim, 0, f->num_q, f->pairs);
+    }
+    for (int64_t j0 = 0; j0 < last; j0 += KV_BLOCK) {
+        int64_t n = ith_min_i64(KV_BLOCK, last - j0), kd = operand_kd(f, n);
+        ith_cpu_matrix k = head_matrix(a->k, f->begin + j0, f->kv_head, true);
+        ith_cpu_matrix v = head_matrix(a->v, f->begin + j0, f->kv_head, true);
+        pack(f->kp, MR, &k, 0, n, 0, f->dim, f->pairs);
+        pack(f->vp, MR, &v, 0, n, 0, f->dim, f->pairs);
+        k.k_contiguous = false;
+        pack(f->ktp, MR, &k, 0, f->dim, 0, n, f->pairs);
+        flash_product(n, f->cols, f->kd_dim, f->kp, f->qp, f->s, f->cols, false, f->pairs);
+        flash_product(n, f->cols, f->kd_dim, f->vp, f->dop, f->dp, f->cols, false, f->pairs);
+        bool masked = a->causal && j0 + n - 1 > f->i0;
+        for (int64_t c = 0; c < f->cols; c += VW)
+            flash_gradient(f, j0, n, c, a->scale, masked);
+        flash_product(f->dim, f->cols, kd, f->ktp, f->p, f->out, f->cols, j0 > 0, f->pairs);
+        flash_add_rows(f, f->pt, f->do_of, f->dv + j0 * f->dim_ld, n);
+        flash_add_rows(f, f->dst, f->q_of, f->dk + j0 * f->dim_ld, n);
+    }
+    flash_store(f, a->dq);
+}
+
+/* Index = document * Hkv + kv head. */
+static void attention_backward(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const ith_cpu_attention *a = arg;
+    flash f = {0};
+    flash_layout(a, &f, a->scratch + thread * a->thread_bytes, true);
+    for (int64_t index = begin; index < end; index++) {
+        int64_t doc = index / a->k.shape[1];
+        f.kv_head = index % a->k.shape[1];
+        f.begin = a->seqs.cu_host[doc];
+        f.len = a->seqs.cu_host[doc + 1] - f.begin;
+        memset(f.dk, 0, (size_t)(f.len * f.dim_ld) * 4);
+        memset(f.dv, 0, (size_t)(f.len * f.dim_ld) * 4);
+        for (f.i0 = 0; f.i0 < f.len; f.i0 += a->q_block) {
+            f.num_q = ith_min_i64(a->q_block, f.len - f.i0);
+            flash_backward_tile(a, &f);
+        }
+        for (int64_t j = 0; j < f.len; j++) {
+            int64_t size = ith_dtype_bytes(a->dk.dtype), t = f.begin + j, h = f.kv_head;
+            char *dk = (char *)a->dk.data + (t * a->dk.stride[0] + h * a->dk.stride[1]) * size;
+            char *dv = (char *)a->dv.data + (t * a->dv.stride[0] + h * a->dv.stride[1]) * size;
+            store_row(dk, a->dk.dtype, f.dk + j * f.dim_ld, f.dim, false);
+            store_row(dv, a->dv.dtype, f.dv + j * f.dim_ld, f.dim, false);
+        }
+    }
+}
+
+/* ---- decoding: a few queries against the cache, bound by reading it ---- */
+
+#define DECODE_BLOCK 64
+
+/* One query head: scores of a block of keys, then the weighted rows of v. sum: [dim]. */
+INLINE void decode_block(const void *q, const char *k, const char *v, int64_t k_step,
+                         int64_t v_step, int64_t n, int64_t dim, float scale, float *sum,
+                         float *max, float *total, bool bf16)
+{
+    float p[DECODE_BLOCK];
+    float top = *max;
+    for (int64_t j = 0; j < n; j++) {
+        V x = v_set(0.0f);
+        for (int64_t d = 0; d < dim; d += VW)
+            x = x + v_get(q, d, dim - d, bf16) * v_get(k + j * k_step, d, dim - d, bf16);
+        p[j] = scale * v_sum(x);
+        top = p[j] > top || p[j] != p[j] ? p[j] : top;
+    }
+    float alpha = v_exp(v_set(*max - top))[0];
+    *max = top;
+    for (int64_t j = n; j < DECODE_BLOCK; j++)
+        p[j] = -__builtin_inff();
+    V added = v_set(0.0f);
+    for (int64_t j = 0; j < DECODE_BLOCK; j += VW) {
+        V x = v_exp(v_load_f32(p + j) - v_set(top));
+        memcpy(p + j, &x, sizeof x);
+        added = added + x;
+    }
+    *total = *total * alpha + v_sum(added);
+    for (int64_t d = 0; d < dim; d += VW) {
+        V x = v_get(sum, d, dim - d, false) * v_set(alpha);
+        for (int64_t j = 0; j < n; j++)
+            x = x + v_set(p[j]) * v_get(v + j * v_step, d, dim - d, bf16);
+        v_put(sum, d, dim - d, x, false);
+    }
+}
+
+INLINE void decode_head(const ith_cpu_attention *a, int64_t r, int64_t h, float *sum, bool bf16)
+{
+    int64_t dim = a->q.shape[2], queries = a->q.shape[0] / a->k.shape[0], b = r / queries;
+    int64_t size = bf16 ? 2 : 4, kv = h / (a->q.shape[1] / a->k.shape[2]);
+    int64_t n = ((const int32_t *)a->lengths.data)[b] - (queries - 1 - r % queries);
+    const char *q = (const char *)a->q.data + (r * a->q.stride[0] + h * a->q.stride[1]) * size;
+    const char *k = (const char *)a->k.data + (b * a->k.stride[0] + kv * a->k.stride[2]) * size;
+    const char *v = (const char *)a->v.data + (b * a->v.stride[0] + kv * a->v.stride[2]) * size;
+    int64_t k_step = a->k.stride[1] * size, v_step = a->v.stride[1] * size;
+    float max = -__builtin_inff(), total = 0.0f;
+    memset(sum, 0, (size_t)dim * 4);
+    for (int64_t j = 0; j < n; j += DECODE_BLOCK)
+        decode_block(q, k + j * k_step, v + j * v_step, k_step, v_step,
+                     ith_min_i64(DECODE_BLOCK, n - j), dim, a->scale, sum, &max, &total, bf16);
+    char *o = (char *)a->o.data + (r * a->o.stride[0] + h * a->o.stride[1]) * size;
+    V factor = v_set(total == 0.0f ? 0.0f : 1.0f / total); /* sees nothing: zero */
+    for (int64_t d = 0; d < dim; d += VW)
+        v_put(o, d, dim - d, v_get(sum, d, dim - d, false) * factor, bf16);
+}
+
+/* Index = query row * Hq + query head. */
+static void attention_decode(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const ith_cpu_attention *a = arg;
+    float *sum = (float *)(void *)(a->scratch + thread * a->thread_bytes);
+    for (int64_t i = begin; i < end; i++)
+        if (a->q.dtype == ITH_BF16)
+            decode_head(a, i / a->q.shape[1], i % a->q.shape[1], sum, true);
+        else
+            decode_head(a, i / a->q.shape[1], i % a->q.shape[1], sum, false);
+}

@@ -1,0 +1,129 @@
+/* cpu_internal.h - what the files of the CPU backend share.
+ *
+ * A level is one instruction set: generic, avx2, avx512, avx512bf16. Each is one source file
+ * (level_*.c) that includes the same templates (level_impl.h) and is compiled with its own -m
+ * flags; it exports one table of functions and nothing else, so that a binary holds all levels and
+ * runs anywhere. Everything else here is compiled for the baseline and calls through the table.
+ *
+ * Invariants. 1. Work is cut by rows, columns or heads, never by the summed index, unless the cut
+ * is a constant: results are the same bits for any number of threads. 2. Nothing allocates; scratch
+ * comes from ctx->scratch. 3. F64 goes to the reference. */
+#ifndef ITH_KERNELS_CPU_INTERNAL_H
+#define ITH_KERNELS_CPU_INTERNAL_H
+
+#include "kernels/backend.h"
+
+/* Longest summed stretch kept in registers before it is added to memory, in packed dwords (two bf16
+ * or one f32). A constant, for the order of sums depends on it. */
+#define ITH_CPU_KC 512
+/* Packed panels are followed by this many dwords that a packer may write. */
+#define ITH_CPU_PACK_SLACK 16
+
+/* A strided matrix: element (r, k) lies at data[r*ld + k] when k_contiguous, else at
+ * data[k*ld + r]. */
+typedef struct {
+    const void *data;
+    ith_dtype dtype; /* F32 or BF16 */
+    int64_t ld;      /* elements */
+    bool k_contiguous;
+} ith_cpu_matrix;
+
+/* y[m, n] = sum_k a(m, k) b(n, k) (+ y). */
+typedef struct {
+    ith_cpu_matrix a, b;
+    void *y;
+    ith_dtype y_dtype;
+    int64_t y_ld, m, n, k;
+    bool accumulate;
+} ith_cpu_gemm;
+
+typedef struct {
+    ith_tensor o, lse, q, k, v, dq, dk, dv, do_;
+    ith_seqs seqs;
+    float scale;
+    bool causal;
+    int64_t q_block;      /* query positions of one tile */
+    char *scratch;        /* per-thread parts */
+    int64_t thread_bytes; /* size of one */
+    /* Decoding: caches [B, C, Hkv, Dh] stand in k and v. */
+    ith_tensor lengths;
+} ith_cpu_attention;
+
+/* Arguments of the row operators; each level's task reads what it needs. */
+typedef struct {
+    ith_tensor t[10];
+    float f[2];
+    int64_t i[4];
+    bool flag;
+    char *scratch;
+    ith_adamw_hyper hyper;
+    uint64_t seed;
+} ith_cpu_rows;
+
+typedef struct {
+    const char *name;
+    int mr, nr;    /* tile of the micro-kernel: rows of a panel of A, columns of a panel of B */
+    bool bf16_dot; /* products of bf16 pairs in hardware; otherwise bf16 is widened when packed */
+    /* c[m, nr] (+)= panel of a times panel of b over kd dwords; m <= mr. load: add to c. */
+    void (*micro_f32)(int64_t m, int64_t kd, const void *a, const void *b, float *c, int64_t ldc,
+                      bool load);
+    void (*micro_bf16)(int64_t m, int64_t kd, const void *a, const void *b, float *c, int64_t ldc,
+                       bool load);
+    /* Panels of `width` rows, each [kd][width] dwords, rows past the end zero. pairs: two bf16 of
+     * consecutive k per dword, a missing last one zero; else f32. Rows [r0, r0+rows) and summed
+     * indices [k0, k0+k) of src. */
+    void (*pack)(void *dst, int64_t width, const ith_cpu_matrix *src, int64_t r0, int64_t rows,
+                 int64_t k0, int64_t k, bool pairs);
+    /* dst[k*width + r] = src[r*ld + k] for dwords. */
+    void (*transpose)(float *dst, int64_t width, const float *src, int64_t ld, int64_t rows,
+                      int64_t k);
+    /* y = c (+ y when accumulate), rounded; one row of n. */
+    void (*store_row)(void *y, ith_dtype dtype, const float *c, int64_t n, bool accumulate);
+    /* y[m, n0..n1) for few rows, straight from memory. */
+    void (*gemv)(const ith_cpu_gemm *g, int64_t n0, int64_t n1);
+    ith_task attention_forward, attention_backward, attention_decode;
+    int64_t (*attention_bytes)(const ith_cpu_attention *a, bool backward); /* of one thread */
+    ith_task embedding_forward, embedding_backward;
+    ith_task rmsnorm_forward, rmsnorm_backward, rope_forward, rope_backward;
+    ith_task swiglu_forward, swiglu_backward, add, cast, cross_entropy, dot;
+    ith_task combine, combine_backward, adamw;
+    float (*exp_at)(float x); /* the vector exponential, for tests */
+} ith_cpu_level;
+
+extern const ith_cpu_level ith_cpu_level_generic;
+extern const ith_cpu_level ith_cpu_level_avx2;
+extern const ith_cpu_level ith_cpu_level_avx512;
+extern const ith_cpu_level ith_cpu_level_avx512bf16;
+
+/* The level in use, chosen once. */
+const ith_cpu_level *ith_cpu_level_get(void);
+/* For tests and benches: another level (NULL: the best this machine has). False when the machine
+ * lacks it. Not while operators run. */
+bool ith_cpu_level_set(const char *name);
+
+static inline bool ith_cpu_pairs(const ith_cpu_level *level, const ith_cpu_gemm *g)
+{
+    return level->bf16_dot && g->a.dtype == ITH_BF16 && g->b.dtype == ITH_BF16;
+}
+
+/* Own matrix products, see gemm.c. */
+int64_t ith_cpu_gemm_bytes(ith_ctx *ctx, const ith_cpu_gemm *g);
+void ith_cpu_gemm_run(ith_ctx *ctx, const ith_cpu_gemm *g);
+/* A block of the product by one thread; scratch of ith_cpu_block_bytes. */
+int64_t ith_cpu_block_bytes(int64_t m, int64_t n, int64_t k);
+void ith_cpu_gemm_block(const ith_cpu_level *level, const ith_cpu_gemm *g, int64_t m0, int64_t m1,
+                        int64_t n0, int64_t n1, char *scratch);
+
+/* oneDNN, see onednn.c. */
+bool ith_onednn_available(void);
+const char *ith_onednn_version(void); /* "2.6.3", or why it is absent */
+/* The product by oneDNN's own threads (a bench's yardstick); false when it cannot. scratch NULL:
+ * only builds the primitive. */
+bool ith_onednn_gemm(const ith_cpu_gemm *g, int threads);
+
+/* Fills table entries. */
+void ith_cpu_fill_gemm(ith_backend *b);
+void ith_cpu_fill_attention(ith_backend *b);
+void ith_cpu_fill_rows(ith_backend *b);
+
+#endif

@@ -1,0 +1,40 @@
+/* level_impl.h - everything of one level. A level file defines LEVEL_TABLE, LEVEL_NAME, VW (floats
+ * of a vector), MR and NV (register tile: MR rows, NV vectors), maybe LEVEL_BF16_DOT, and includes
+ * this. */
+#include "kernels/cpu/cpu_internal.h"
+
+#include <math.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "kernels/cpu/vec_impl.h"
+#include "kernels/cpu/gemm_impl.h"
+#include "kernels/cpu/attention_impl.h"
+#include "kernels/cpu/rows_impl.h"
+
+static float exp_at(float x)
+{
+    return v_exp(v_set(x))[0];
+}
+
+const ith_cpu_level LEVEL_TABLE = {
+    .name = LEVEL_NAME,
+    .mr = MR,
+    .nr = NR,
+#ifdef LEVEL_BF16_DOT
+    .bf16_dot = true,
+    .micro_bf16 = micro_bf16,
+#endif
+    .micro_f32 = micro_f32,
+    .pack = pack,
+    .transpose = transpose,
+    .store_row = store_row,
+    .gemv = gemv,
+    .attention_forward = attention_forward,
+    .attention_backward = attention_backward,
+    .attention_decode = attention_decode,
+    .attention_bytes = attention_bytes,
+    ROWS_TABLE.exp_at = exp_at,
+};

@@ -1,0 +1,2 @@
+/* rows_impl.h */
+#define ROWS_TABLE

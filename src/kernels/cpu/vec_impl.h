@@ -1,0 +1,177 @@
+/* vec_impl.h - vectors of VW floats through the compilers' vector extension, so that one source
+ * serves every level. Part of level_impl.h. */
+typedef float V __attribute__((vector_size(4 * VW)));
+typedef int32_t VI __attribute__((vector_size(4 * VW)));
+typedef uint32_t VU __attribute__((vector_size(4 * VW)));
+typedef uint16_t VH __attribute__((vector_size(2 * VW)));
+typedef double VD __attribute__((vector_size(4 * VW))); /* VW/2 doubles: one register */
+typedef float VF __attribute__((vector_size(2 * VW)));  /* VW/2 floats */
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE V v_set(float x)
+{
+    V v;
+    for (int i = 0; i < VW; i++)
+        v[i] = x;
+    return v;
+}
+
+INLINE V v_select(VI mask, V yes, V no)
+{
+    return (V)(((VI)yes & mask) | ((VI)no & ~mask));
+}
+
+/* Like fmaxf, but a NaN in either stays. */
+INLINE V v_max(V a, V b)
+{
+    return v_select((a < b) | (b != b), b, a);
+}
+
+INLINE V v_load_f32(const float *p)
+{
+    V v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE V v_widen(VH h)
+{
+    return (V)(__builtin_convertvector(h, VU) << 16);
+}
+
+/* To bf16, nearest even, NaN stays NaN; in the low half of each lane. */
+INLINE VU v_round_bits(V x)
+{
+    VU bits = (VU)x;
+    VU rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    VU nan = (VU)(x != x);
+    return (((bits >> 16) | 0x40u) & nan) | (rounded & ~nan);
+}
+
+/* The value after rounding to the activation type. */
+INLINE V v_rounded(V x, bool bf16)
+{
+    return bf16 ? (V)(v_round_bits(x) << 16) : x;
+}
+
+/* Element i.. of an F32 or BF16 array; bf16 is a constant where this is inlined. */
+INLINE V v_load(const void *p, int64_t i, bool bf16)
+{
+    if (!bf16)
+        return v_load_f32((const float *)p + i);
+    VH h;
+    memcpy(&h, (const uint16_t *)p + i, sizeof h);
+    return v_widen(h);
+}
+
+INLINE void v_store(void *p, int64_t i, V x, bool bf16)
+{
+    if (!bf16) {
+        memcpy((float *)p + i, &x, sizeof x);
+        return;
+    }
+    VH h = __builtin_convertvector(v_round_bits(x), VH);
+    memcpy((uint16_t *)p + i, &h, sizeof h);
+}
+
+/* n < VW elements, the other lanes `fill`. */
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+INLINE V v_load_part(const void *p, int64_t i, int64_t n, float fill, bool bf16)
+{
+    __mmask16 mask = (__mmask16)((1u << n) - 1);
+    if (!bf16)
+        return (V)_mm512_mask_loadu_ps(_mm512_set1_ps(fill), mask, (const float *)p + i);
+    VH h = (VH)_mm256_maskz_loadu_epi16(mask, (const uint16_t *)p + i);
+    return (V)_mm512_mask_mov_ps(_mm512_set1_ps(fill), mask, (__m512)v_widen(h));
+}
+
+INLINE void v_store_part(void *p, int64_t i, int64_t n, V x, bool bf16)
+{
+    __mmask16 mask = (__mmask16)((1u << n) - 1);
+    if (!bf16)
+        _mm512_mask_storeu_ps((float *)p + i, mask, (__m512)x);
+    else
+        _mm256_mask_storeu_epi16((uint16_t *)p + i, mask,
+                                 (__m256i) __builtin_convertvector(v_round_bits(x), VH));
+}
+#else
+INLINE V v_load_part(const void *p, int64_t i, int64_t n, float fill, bool bf16)
+{
+    float lanes[VW];
+    for (int64_t j = 0; j < VW; j++)
+        lanes[j] = j < n ? (bf16 ? ith_bf16_to_f32(((const uint16_t *)p)[i + j])
+                                 : ((const float *)p)[i + j])
+                         : fill;
+    return v_load_f32(lanes);
+}
+
+INLINE void v_store_part(void *p, int64_t i, int64_t n, V x, bool bf16)
+{
+    for (int64_t j = 0; j < n; j++)
+        if (bf16)
+            ((uint16_t *)p)[i + j] = ith_f32_to_bf16(x[j]);
+        else
+            ((float *)p)[i + j] = x[j];
+}
+#endif
+
+/* Any count 1..VW: full vectors take the short way. */
+INLINE V v_get(const void *p, int64_t i, int64_t n, bool bf16)
+{
+    return n >= VW ? v_load(p, i, bf16) : v_load_part(p, i, n, 0.0f, bf16);
+}
+
+INLINE void v_put(void *p, int64_t i, int64_t n, V x, bool bf16)
+{
+    if (n >= VW)
+        v_store(p, i, x, bf16);
+    else
+        v_store_part(p, i, n, x, bf16);
+}
+
+/* Sum of the lanes, halves first. */
+INLINE float v_sum(V x)
+{
+    float lanes[VW];
+    memcpy(lanes, &x, sizeof x);
+    for (int half = VW / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+INLINE float v_max_lane(V x)
+{
+    float best = x[0];
+    for (int i = 1; i < VW; i++)
+        best = x[i] > best || x[i] != x[i] ? x[i] : best;
+    return best;
+}
+
+/* exp: 2^n * p(r), |r| <= ln2/2, p of degree 7 with its first two terms exact. Relative error
+ * below 1e-7; 0 below -87.3, 2^127 * 1.4 and up is infinity; NaN stays. */
+INLINE V v_exp(V x)
+{
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    VI low = x<v_set(-87.33654f), high = x> v_set(88.72283f);
+    V z = v_select(low, v_set(0.0f), v_select(high, v_set(0.0f), x));
+    V shifted = z * v_set(1.44269504088896341f) + v_set(magic);
+    V n = shifted - v_set(magic);
+    V r = z - n * v_set(0.693145751953125f);
+    r = r - n * v_set(1.42860682030941723e-6f);
+    V p = v_set(1.9841270e-4f);
+    p = p * r + v_set(1.3888889e-3f);
+    p = p * r + v_set(8.3333333e-3f);
+    p = p * r + v_set(4.1666667e-2f);
+    p = p * r + v_set(1.6666667e-1f);
+    p = p * r + v_set(0.5f);
+    p = (p * r) * r + r;
+    p = p + v_set(1.0f);
+    /* 2^n in two factors, for n may be 128. */
+    VI ni = (VI)shifted - (VI)v_set(magic);
+    VI half = ni >> 1;
+    V y = p * (V)((half + 127) << 23) * (V)((ni - half + 127) << 23);
+    y = v_select(high, v_set(__builtin_inff()), y);
+    return v_select(low, v_set(0.0f), y);
+}
