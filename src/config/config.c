@@ -6,6 +6,7 @@
 
 #include "base/checked.h"
 #include "base/env.h"
+#include "base/file.h"
 #include "config/config_internal.h"
 #include "config/yaml_internal.h"
 
@@ -428,8 +429,8 @@ static bool read_float2(const config_row *row, const ith_yaml_node *node, double
     if (node->kind != ITH_YAML_SEQ || node->count != 2)
         return false;
     for (int i = 0; i < 2; i++)
-        if (ith_yaml_get_float(node->items[i], "", -INFINITY, INFINITY, &values[i], NULL) !=
-                ITH_OK ||
+        if (ith_yaml_get_float(node->items[i], "", -(double)INFINITY, (double)INFINITY, &values[i],
+                               NULL) != ITH_OK ||
             !in_range(row, values[i]))
             return false;
     memcpy(out, values, sizeof values);
@@ -541,7 +542,8 @@ static ith_status read_value(loader *l, int idx, const ith_yaml_node *node, ith_
         ok = read_int(row, node, (int64_t *)field);
         break;
     case KEY_FLOAT:
-        ok = ith_yaml_get_float(node, "", -INFINITY, INFINITY, (double *)field, NULL) == ITH_OK &&
+        ok = ith_yaml_get_float(node, "", -(double)INFINITY, (double)INFINITY, (double *)field,
+                                NULL) == ITH_OK &&
              in_range(row, *(double *)field);
         break;
     case KEY_FLOAT2:
@@ -762,6 +764,9 @@ ith_status ith_config_load(ith_config *out, const char *path, const char *const 
 {
     if (!path)
         return ith_config_parse(out, "", 0, "no file", overrides, num_overrides, err);
+    if (!ith_path_exists(path) || ith_path_is_dir(path))
+        return ith_fail(err, ITH_ERR_USAGE, "%s: %s (give a YAML or JSON file)", path,
+                        ith_path_is_dir(path) ? "found a directory" : "no such file");
     ith_yaml file = {0};
     ITH_TRY(ith_yaml_load(&file, path, err));
     return load_yaml(out, &file, overrides, num_overrides, err);

@@ -495,8 +495,12 @@ ith_status ith_yaml_parse(ith_yaml *out, const char *text, int64_t len, const ch
         return ith_yaml_parse_at(out, text, len, name, NULL, err);
     json_t *json = NULL;
     ith_status status = ith_json_parse(&json, text, len, name, err);
-    if (status != ITH_OK)
-        return status;
+    if (status == ITH_ERR_FORMAT) { /* the user's own file: a wrong request */
+        status = ITH_ERR_USAGE;
+        if (err)
+            err->status = status;
+    }
+    ITH_TRY(status);
     json_decref(json);
     ith_buf yaml = {0};
     json_to_yaml(text, len, &yaml);

@@ -122,7 +122,7 @@ static bool resolve_int(ith_yaml_node *node)
     else if (p[0] == '0' && p[1] == 'x')
         ok = scan_digits(p + 2, 16, &value, &approx, &overflow);
     else if (p[0] == '0' && p[1])
-        ok = scan_digits(p + 1, 8, &value, &approx, &overflow);
+        ok = scan_digits(p, 8, &value, &approx, &overflow);
     else
         ok = scan_digits(p, 10, &value, &approx, &overflow);
     if (!ok && p[0] != '0' && scan_sexagesimal(p, &approx, &rest) && *rest == '\0') {

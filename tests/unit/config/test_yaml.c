@@ -307,7 +307,7 @@ static void test_json_is_read_with_positions(void **state)
     assert_int_equal((int64_t)value, 100000);
     assert_int_equal(c->line, 2);
     ith_yaml_deinit(&yaml);
-    assert_fails(ith_yaml_parse(&yaml, "{\"a\": 1,}", 9, "f.json", &err), err, ITH_ERR_FORMAT,
+    assert_fails(ith_yaml_parse(&yaml, "{\"a\": 1,}", 9, "f.json", &err), err, ITH_ERR_USAGE,
                  "f.json:1:");
 }
 
