@@ -6,15 +6,21 @@
 
 #include <string.h>
 
+/* jansson's lexer ignores a failed allocation and drops a byte of the string: we do not. */
+static _Thread_local bool alloc_failed;
+
 static void *json_alloc(size_t bytes)
 {
-    return ith_malloc((int64_t)bytes);
+    void *ptr = ith_malloc((int64_t)bytes);
+    alloc_failed |= !ptr;
+    return ptr;
 }
 
 static ith_status parse(json_t **out, const char *text, int64_t len, const char *name, size_t flags,
                         ith_error *err)
 {
     json_set_alloc_funcs(json_alloc, ith_free);
+    alloc_failed = false;
     if (len >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0) {
         text += 3;
         len -= 3;
@@ -25,6 +31,10 @@ static ith_status parse(json_t **out, const char *text, int64_t len, const char 
     bool exact = flags & JSON_REJECT_DUPLICATES; /* file formats: no integer may change */
     if (!value && !exact && json_error_code(&json_err) == json_error_numeric_overflow)
         value = json_loadb(text, (size_t)len, flags | JSON_DECODE_INT_AS_REAL, &json_err);
+    if (alloc_failed) {
+        json_decref(value);
+        return ith_fail(err, ITH_ERR_MEMORY, "%s: out of memory", name);
+    }
     if (!value) {
         ith_status status = json_error_code(&json_err) == json_error_out_of_memory ? ITH_ERR_MEMORY
                                                                                    : ITH_ERR_FORMAT;
