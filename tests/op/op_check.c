@@ -6,7 +6,7 @@
 #include "op_cases.h"
 
 #ifdef ITH_HAVE_CUDA_LOADER
-#include "kernels/plugin.h"
+#include "kernels/cuda_plugin.h"
 #endif
 
 #include <stdio.h>
@@ -122,6 +122,10 @@ int main(int argc, char **argv)
         }
     }
     printf("%lld cases on %s, %lld bad\n", (long long)count, o.device, (long long)bad);
+#ifdef ITH_HAVE_CUDA_LOADER
+    if (strcmp(o.device, "cuda") == 0)
+        ith_ctx_close_cuda(&ctx);
+#endif
     ith_pool_destroy(pool);
     return bad || !count ? 1 : 0;
 }
