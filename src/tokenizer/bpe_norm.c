@@ -48,12 +48,11 @@ static ith_status add_change(ith_norm *norm, int64_t begin, int64_t end, int64_t
 
 /* Canonical ordering: stable by combining class within each run of non-starters. Counting, because
  * a hostile run may be the whole text. */
-static ith_status order_marks(ith_norm *norm, ith_error *err)
+static ith_status order_marks(ith_norm *norm, int64_t from, ith_error *err)
 {
     int64_t n = norm->num_chars;
     ITH_TRY(ith_grow((void **)&norm->sorted, &norm->cap_sorted, n, 4, "normalization", err));
-    int64_t i = 0;
-    while (i < n) {
+    for (int64_t i = from; i < n;) {
         int64_t first[257] = {0}, run = i;
         while (run < n && combining_class(norm->chars[run]))
             first[combining_class(norm->chars[run++]) + 1]++;
@@ -69,8 +68,10 @@ static ith_status order_marks(ith_norm *norm, ith_error *err)
     return ITH_OK;
 }
 
-/* NFC of one stretch, appended; `at`: its place in the original text. */
-static ith_status compose(ith_norm *norm, const char *text, int64_t len, int64_t at, ith_error *err)
+/* NFC of one stretch, appended; `at`: its place in the original text; fixed: 1 when its first
+ * character is safe and stays first, whatever class utf8proc gives it. */
+static ith_status compose(ith_norm *norm, const char *text, int64_t len, int64_t at, int fixed,
+                          ith_error *err)
 {
     norm->num_chars = 0;
     for (const char *p = text; p < text + len;) {
@@ -84,7 +85,7 @@ static ith_status compose(ith_norm *norm, const char *text, int64_t len, int64_t
         ITH_ASSERT(n > 0 && n <= 8);
         norm->num_chars += n;
     }
-    ITH_TRY(order_marks(norm, err));
+    ITH_TRY(order_marks(norm, fixed, err));
     utf8proc_ssize_t n =
         utf8proc_normalize_utf32(norm->chars, norm->num_chars, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
     ITH_ASSERT(n >= 0 && n <= norm->num_chars);
@@ -120,8 +121,9 @@ ith_status ith_norm_nfc(ith_norm *norm, const uint8_t *classes, const char *text
             stop = p;
         }
         ith_buf_append(&norm->text, copied, safe - copied);
-        ITH_TRY(compose(norm, safe, stop - safe, safe - text, err));
-        copied = safe = p = stop;
+        ITH_TRY(compose(norm, safe, stop - safe, safe - text, safe < here, err));
+        copied = p = stop;
+        safe = stop;
     }
     ith_buf_append(&norm->text, copied, end - copied);
     return ith_buf_check(&norm->text, "normalized text", err);

@@ -312,27 +312,60 @@ static const uc_range space_ranges[] = {
     {0x1680, 0x1680, 0}, {0x2000, 0x200a, 0}, {0x2028, 0x2029, 0}, {0x202f, 0x202f, 0},
     {0x205f, 0x205f, 0}, {0x3000, 0x3000, 0},
 };
+/* Marks and compositions that Unicode 10 and later added. The HF library normalizes by Unicode 9
+ * and takes them for ordinary characters; so do we, whatever the linked utf8proc knows. */
+static const uc_range later_ranges[] = {
+    {0x5c8, 0x5c9, 0},     {0x7fd, 0x7fd, 0},     {0x897, 0x89f, 0},     {0x8ca, 0x8d3, 0},
+    {0x9fe, 0x9fe, 0},     {0xc3c, 0xc3c, 0},     {0xd3b, 0xd3c, 0},     {0xeba, 0xeba, 0},
+    {0x1715, 0x1715, 0},   {0x1abf, 0x1af0, 0},   {0x1df6, 0x1df9, 0},   {0xa82c, 0xa82c, 0},
+    {0x105c9, 0x105c9, 0}, {0x105e4, 0x105e4, 0}, {0x10d24, 0x10d27, 0}, {0x10d69, 0x10d6d, 0},
+    {0x10eab, 0x10eac, 0}, {0x10ecb, 0x10ecf, 0}, {0x10ef0, 0x10efb, 0}, {0x10efd, 0x10eff, 0},
+    {0x10f46, 0x10f50, 0}, {0x10f82, 0x10f85, 0}, {0x11070, 0x11070, 0}, {0x1133b, 0x1133b, 0},
+    {0x11383, 0x11383, 0}, {0x11385, 0x11385, 0}, {0x1138e, 0x1138e, 0}, {0x11391, 0x11391, 0},
+    {0x113c5, 0x113c5, 0}, {0x113c7, 0x113c8, 0}, {0x113ce, 0x113d0, 0}, {0x1145e, 0x1145e, 0},
+    {0x11839, 0x1183a, 0}, {0x11938, 0x11938, 0}, {0x1193d, 0x1193e, 0}, {0x11943, 0x11943, 0},
+    {0x119e0, 0x119e0, 0}, {0x11a34, 0x11a34, 0}, {0x11a47, 0x11a47, 0}, {0x11a99, 0x11a99, 0},
+    {0x11d42, 0x11d42, 0}, {0x11d44, 0x11d45, 0}, {0x11d97, 0x11d97, 0}, {0x11f41, 0x11f42, 0},
+    {0x16121, 0x16128, 0}, {0x1612f, 0x1612f, 0}, {0x16d68, 0x16d6a, 0}, {0x16ff1, 0x16ff1, 0},
+    {0x1d127, 0x1d128, 0}, {0x1d250, 0x1d252, 0}, {0x1d25b, 0x1d25c, 0}, {0x1d25f, 0x1d25f, 0},
+    {0x1d280, 0x1d281, 0}, {0x1e08f, 0x1e08f, 0}, {0x1e130, 0x1e136, 0}, {0x1e2ae, 0x1e2ae, 0},
+    {0x1e2ec, 0x1e2ef, 0}, {0x1e4ec, 0x1e4ef, 0}, {0x1e5ee, 0x1e5ef, 0}, {0x1e6e3, 0x1e6e3, 0},
+    {0x1e6e6, 0x1e6e6, 0}, {0x1e6ee, 0x1e6ef, 0}, {0x1e6f5, 0x1e6f5, 0},
+};
 #define NUM(array) ((int64_t)(sizeof(array) / sizeof(array)[0]))
 
-/* NFC_Quick_Check = No, or a combining class: never safe. */
-static bool changes_alone(const utf8proc_property_t *prop)
+static bool is_later(uint32_t c)
 {
-    return prop->combining_class != 0 || prop->comp_exclusion;
+    int64_t low = 0, high = NUM(later_ranges);
+    while (low < high) {
+        int64_t mid = low + (high - low) / 2;
+        if (later_ranges[mid].last < c)
+            low = mid + 1;
+        else
+            high = mid;
+    }
+    return low < NUM(later_ranges) && later_ranges[low].first <= c;
 }
 
-/* Marks what can be the second half of a composition: the last character of every canonical
- * decomposition that is composed again. */
-static void mark_second_halves(uint8_t *table)
+/* Takes NFC_SAFE from what NFC replaces (singletons, exclusions: Quick_Check = No), and from what
+ * can be the second half of a composition: the last character of a decomposition that composes
+ * again. */
+static void mark_unsafe(uint8_t *table)
 {
     for (int32_t c = 0x80; c < ITH_UC_TABLE_CHARS; c++) {
         const utf8proc_property_t *prop = utf8proc_get_property(c);
-        if (prop->decomp_seqindex == UINT16_MAX || prop->decomp_type || prop->comp_exclusion)
+        if (prop->decomp_seqindex == UINT16_MAX || prop->decomp_type || is_later((uint32_t)c))
             continue;
         utf8proc_int32_t parts[16];
-        int last_class = 0;
-        utf8proc_ssize_t n = utf8proc_decompose_char(c, parts, 16, UTF8PROC_DECOMPOSE, &last_class);
-        if (n > 0 && n <= 16 && parts[n - 1] < ITH_UC_TABLE_CHARS)
-            table[parts[n - 1]] &= (uint8_t)~ITH_UC_NFC_SAFE;
+        int boundary = 0;
+        utf8proc_ssize_t n = utf8proc_decompose_char(c, parts, 16, UTF8PROC_DECOMPOSE, &boundary);
+        ITH_ASSERT(n > 0 && n <= 16);
+        utf8proc_int32_t last = parts[n - 1];
+        n = utf8proc_normalize_utf32(parts, n, UTF8PROC_STABLE | UTF8PROC_COMPOSE);
+        if (n != 1 || parts[0] != c)
+            last = c;
+        if (last < ITH_UC_TABLE_CHARS)
+            table[last] &= (uint8_t)~ITH_UC_NFC_SAFE;
     }
     for (int32_t c = 0x1161; c <= 0x1175; c++) /* Hangul vowels and finals compose by rule */
         table[c] &= (uint8_t)~ITH_UC_NFC_SAFE;
@@ -352,9 +385,9 @@ void ith_uc_fill(uint8_t *table)
     table['\r'] |= ITH_UC_NEWLINE;
     table['\n'] |= ITH_UC_NEWLINE;
     for (int32_t c = 0; c < ITH_UC_TABLE_CHARS; c++)
-        if (!changes_alone(utf8proc_get_property(c)))
+        if (utf8proc_get_property(c)->combining_class == 0 || is_later((uint32_t)c))
             table[c] |= ITH_UC_NFC_SAFE;
-    mark_second_halves(table);
+    mark_unsafe(table);
 }
 
 uint8_t ith_uc_class_high(uint32_t c)
