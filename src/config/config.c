@@ -184,7 +184,8 @@ static ith_status fail_unknown(const ith_yaml_node *key, const char *name, ith_e
 
 /* ---- spreading the tree over the rows ---- */
 
-static ith_status keep_yaml(loader *l, const ith_yaml *yaml)
+/* Takes over *yaml, also when it fails. */
+static ith_status keep_yaml(loader *l, ith_yaml *yaml)
 {
     struct ith_config_origin *origin = l->origin;
     void *extra = origin->extra;
@@ -193,6 +194,8 @@ static ith_status keep_yaml(loader *l, const ith_yaml *yaml)
     origin->extra = extra;
     if (status == ITH_OK)
         origin->extra[origin->num_extra++] = *yaml;
+    else
+        ith_yaml_deinit(yaml);
     return status;
 }
 

@@ -407,8 +407,8 @@ static void test_dump_reads_back_equal(void **state)
     (void)state;
     static const char *const texts[] = {
         "",
-        "learning_rate: 3.3333333333333335e-05\nseed: 9007199254740991\ncustom_chat_template: |\n"
-        "  {% for m in messages %}\n  {{ m.content }}: \"x\" # y\n  {% endfor %}\n",
+        ("learning_rate: 3.3333333333333335e-05\nseed: 9007199254740991\ncustom_chat_template: |\n"
+         "  {% for m in messages %}\n  {{ m.content }}: \"x\" # y\n  {% endfor %}\n"),
         "optim_config: {name: muon, adamw_betas: [0.8, 0.99]}\nmemory_limit: 3GiB\n",
         "lr_scheduler_config: {name: warmup_stable_decay, warmup_steps: 3, decay_steps: 4}\n",
         "peft_config: {name: freeze, freeze_extra_modules: 'embed_tokens, lm_head'}\n",
