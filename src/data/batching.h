@@ -114,7 +114,8 @@ typedef struct {
     double pad_efficiency; /* num_tokens / padded_tokens */
     int64_t sum_squares;   /* of document lengths: attention work */
 } ith_batch_report;
-ith_status ith_batcher_report(const ith_batcher *batcher, ith_batch_report *out, ith_error *err);
+/* Of the micro-batches that this rank has in epoch 0. The position stays. */
+ith_batch_report ith_batcher_report(ith_batcher *batcher);
 
 #ifdef __cplusplus
 }

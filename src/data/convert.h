@@ -84,12 +84,14 @@ typedef struct {
 } ith_convert_options;
 
 typedef struct {
-    json_t *messages; /* canonical, new */
-    json_t *tools;    /* JSON text or array as the row had it, new; NULL when absent */
-    ith_drop drop;    /* not NONE: the row is dropped, messages and tools are NULL */
+    json_t *messages;          /* canonical, new */
+    json_t *tools;             /* JSON text or array as the row had it, new; NULL when absent */
+    json_t *chosen, *rejected; /* canonical messages of preference data, in place of messages */
+    ith_drop drop;             /* not NONE: the row is dropped, messages and tools are NULL */
     char detail[ITH_DROP_DETAIL_BYTES];
     int64_t num_messages_dropped[ITH_DROP_COUNT]; /* the row stays */
-    char message_detail[ITH_DROP_DETAIL_BYTES];   /* of the first of these */
+    /* the first of each kind, from ITH_DROP_MESSAGE_TAG on */
+    char message_detail[ITH_DROP_COUNT - ITH_DROP_MESSAGE_TAG][ITH_DROP_DETAIL_BYTES];
     bool has_media;
 } ith_converted;
 
@@ -102,6 +104,8 @@ void ith_converted_deinit(ith_converted *converted);
 /* Weight of a canonical message, and whether it is an assistant turn with weight > 1e-6. */
 double ith_message_weight(const json_t *message);
 bool ith_message_is_supervised(const json_t *message);
+/* The row holds preference data (chosen and rejected answers), which SFT cannot use. */
+bool ith_row_is_preference(const json_t *row);
 
 #ifdef __cplusplus
 }

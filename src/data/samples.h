@@ -67,13 +67,15 @@ int64_t ith_samples_num_tokens(const ith_samples *samples); /* of an epoch, afte
 int64_t ith_samples_num_labels(const ith_samples *samples);
 int64_t ith_samples_num_truncated(const ith_samples *samples, int64_t *tokens_lost);
 ith_sample ith_samples_get(const ith_samples *samples, int64_t entry);
+/* Largest id of all: the model's vocabulary must be larger. */
+int32_t ith_samples_max_id(const ith_samples *samples);
 /* Length alone: cheap. */
 int64_t ith_samples_length(const ith_samples *samples, int64_t entry);
 /* 64 hexadecimal digits over content and settings. */
 const char *ith_samples_key(const ith_samples *samples);
 bool ith_samples_from_cache(const ith_samples *samples);
 const ith_drops *ith_samples_drops(const ith_samples *samples);
-/* "FILE: row 3 (line 4)". */
+/* "FILE: row 3 (line 4)"; after a cache hit "NAME: row 3". */
 const char *ith_samples_where(const ith_samples *samples, int64_t part, int64_t row, char *buf,
                               size_t size);
 /* Appends one line per reason: "dropped 3 rows: no assistant turn (first: FILE: row 8 (line 8))".

@@ -1,0 +1,551 @@
+/* batching.c - steps, packed arrays and resume over the plan of an epoch.
+ * Invariants: 1. a step is a function of (options, lengths, epoch, cursor, carried documents),
+ * which is what the state holds. 2. num_micro of a step is the same on all ranks. */
+#include "data/batching.h"
+
+#include "base/checked.h"
+#include "base/rng.h"
+#include "data/batch_plan.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#define STATE_VERSION 1
+#define DEFAULT_PACK_WINDOW 8192
+
+struct ith_batcher {
+    const ith_samples *samples;
+    ith_batcher_options options; /* subset is our copy */
+    int64_t *subset;             /* entry by position, NULL: the position itself */
+    int32_t *lengths;            /* [count] by position */
+    int64_t count;
+    batch_plan plan;
+    ith_batch_limits limits;
+    int64_t steps_per_epoch, total_steps;
+
+    int64_t epoch, cursor, step; /* next micro-batch of the plan; steps made */
+    int64_t *carry;              /* documents the epoch began with */
+    int64_t num_carry, max_carry;
+
+    /* the current step */
+    int64_t num_micro;
+    int64_t *step_docs;  /* positions, micro-batch after micro-batch */
+    int64_t *step_begin; /* [max_micro + 1] */
+    int64_t step_docs_cap;
+
+    ith_micro_batch arrays;
+};
+
+static int64_t entry_of(const ith_batcher *b, int64_t position)
+{
+    return b->subset ? b->subset[position] : position;
+}
+
+static bool is_counted(ith_batching strategy)
+{
+    return strategy == ITH_BATCHING_NORMAL || strategy == ITH_BATCHING_PADDING_FREE;
+}
+
+ith_batcher_options ith_batcher_options_from(const ith_config *config,
+                                             const ith_config_layout *layout, int64_t dp_rank)
+{
+    bool by_steps = config->max_steps != ITH_CONFIG_UNSET;
+    bool dynamic = config->batching_strategy == ITH_BATCHING_DYNAMIC ||
+                   config->batching_strategy == ITH_BATCHING_DYNAMIC_PADDING_FREE;
+    ith_batcher_options o = {.strategy = config->batching_strategy,
+                             .micro_batch_size = config->micro_batch_size,
+                             .cutoff_len = config->cutoff_len,
+                             .grad_accum = layout->grad_accum,
+                             .dp_rank = dp_rank,
+                             .dp_size = layout->dp_size,
+                             .seed = (uint64_t)config->seed,
+                             .shuffle = true,
+                             .carry_over = dynamic && by_steps,
+                             .num_epochs = by_steps ? 0 : config->num_train_epochs};
+    return o;
+}
+
+ith_batcher_options ith_batcher_eval_options(const ith_config *config,
+                                             const ith_config_layout *layout, int64_t dp_rank)
+{
+    ith_batcher_options o = ith_batcher_options_from(config, layout, dp_rank);
+    o.shuffle = o.carry_over = false;
+    o.num_epochs = 1;
+    return o;
+}
+
+static int compare_desc(const void *a, const void *b)
+{
+    int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    return (x < y) - (x > y);
+}
+
+/* Sum of the k largest lengths. */
+static ith_status sum_longest(const ith_batcher *b, int64_t k, int64_t *out, ith_error *err)
+{
+    int32_t *sorted = NULL;
+    ITH_TRY(ith_alloc((void **)&sorted, b->count * 4, "lengths", err));
+    memcpy(sorted, b->lengths, (size_t)b->count * 4);
+    qsort(sorted, (size_t)b->count, 4, compare_desc);
+    *out = 0;
+    for (int64_t i = 0; i < ith_min_i64(k, b->count); i++)
+        *out += sorted[i];
+    ith_free(sorted);
+    return ITH_OK;
+}
+
+ith_batch_limits ith_batcher_limits_bound(const ith_batcher_options *o)
+{
+    int64_t tokens = ith_mul_bytes(o->cutoff_len, o->micro_batch_size);
+    /* A stored sample has two ids at least. */
+    int64_t docs = is_counted(o->strategy) ? o->micro_batch_size : ith_max_i64(tokens / 2, 1);
+    return (ith_batch_limits){.max_tokens = tokens,
+                              .max_docs = docs,
+                              .max_labels = tokens,
+                              .max_doc_tokens = o->cutoff_len,
+                              .max_micro = o->grad_accum};
+}
+
+static ith_status find_limits(ith_batcher *b, ith_error *err)
+{
+    const ith_batcher_options *o = &b->options;
+    int32_t longest = 0, shortest = INT32_MAX;
+    int64_t total = 0;
+    for (int64_t i = 0; i < b->count; i++) {
+        longest = b->lengths[i] > longest ? b->lengths[i] : longest;
+        shortest = b->lengths[i] < shortest ? b->lengths[i] : shortest;
+        total += b->lengths[i];
+    }
+    ith_batch_limits bound = ith_batcher_limits_bound(o);
+    bound.max_doc_tokens = longest;
+    if (is_counted(o->strategy)) {
+        bound.max_docs = ith_min_i64(o->micro_batch_size, b->count);
+        ITH_TRY(sum_longest(b, bound.max_docs, &bound.max_tokens, err));
+    } else {
+        bound.max_docs = bound.max_tokens / shortest;
+        if (!o->carry_over) {
+            bound.max_docs = ith_min_i64(bound.max_docs, b->count);
+            bound.max_tokens = ith_min_i64(bound.max_tokens, total);
+        }
+    }
+    bound.max_labels = bound.max_tokens - 1;
+    b->limits = bound;
+    b->max_carry = o->carry_over ? bound.max_docs + 1 : 0;
+    return ITH_OK;
+}
+
+static ith_status check_options(const ith_batcher_options *o, int64_t count, ith_error *err)
+{
+    ITH_ASSERT(o->micro_batch_size > 0 && o->cutoff_len > 0 && o->grad_accum > 0);
+    ITH_ASSERT(o->dp_size > 0 && o->dp_rank >= 0 && o->dp_rank < o->dp_size && o->num_epochs >= 0);
+    ITH_ASSERT(!o->carry_over || o->num_epochs == 0);
+    if (o->cutoff_len > (INT32_MAX - 1) / o->micro_batch_size)
+        return ith_fail(err, ITH_ERR_USAGE,
+                        "cutoff_len %" PRId64 " x micro_batch_size %" PRId64
+                        " is more than 2^31 tokens in one micro-batch",
+                        o->cutoff_len, o->micro_batch_size);
+    if (count == 0)
+        return ith_fail(err, ITH_ERR_FORMAT, "no sample to make batches of");
+    if (o->carry_over && count < o->dp_size)
+        return ith_fail(err, ITH_ERR_USAGE,
+                        "%" PRId64 " samples for dp_size %" PRId64 ": a rank would have none",
+                        count, o->dp_size);
+    return ITH_OK;
+}
+
+static ith_status copy_lengths(ith_batcher *b, ith_error *err)
+{
+    ITH_TRY(ith_alloc((void **)&b->lengths, b->count * 4, "lengths", err));
+    for (int64_t i = 0; i < b->count; i++) {
+        int64_t length = ith_samples_length(b->samples, entry_of(b, i));
+        if (length > b->options.cutoff_len)
+            return ith_fail(err, ITH_ERR_USAGE,
+                            "sample %" PRId64 " has %" PRId64 " tokens, more than cutoff_len "
+                            "%" PRId64,
+                            entry_of(b, i), length, b->options.cutoff_len);
+        b->lengths[i] = ith_narrow(length);
+    }
+    return ITH_OK;
+}
+
+static ith_status alloc_arrays(ith_batcher *b, ith_error *err)
+{
+    ith_micro_batch *a = &b->arrays;
+    int64_t tokens = b->limits.max_tokens, docs = b->limits.max_docs, micro = b->limits.max_micro;
+    b->step_docs_cap = ith_mul_bytes(micro, docs);
+    if (!b->options.carry_over) /* a step is at most a whole epoch */
+        b->step_docs_cap = ith_min_i64(b->step_docs_cap, b->count);
+    ITH_TRY(ith_alloc((void **)&a->ids, tokens * 4, "batch", err));
+    ITH_TRY(ith_alloc((void **)&a->position_ids, tokens * 4, "batch", err));
+    ITH_TRY(ith_alloc((void **)&a->labels, tokens * 4, "batch", err));
+    ITH_TRY(ith_alloc((void **)&a->weights, tokens * 4, "batch", err));
+    ITH_TRY(ith_alloc((void **)&a->cu_seqlens, (docs + 1) * 4, "batch", err));
+    ITH_TRY(ith_alloc((void **)&a->sample, docs * 8, "batch", err));
+    ITH_TRY(ith_alloc((void **)&b->step_docs, b->step_docs_cap * 8, "batch", err));
+    ITH_TRY(ith_alloc((void **)&b->step_begin, (micro + 1) * 8, "batch", err));
+    return b->max_carry ? ith_alloc((void **)&b->carry, b->max_carry * 8, "batch", err) : ITH_OK;
+}
+
+/* Steps of the epoch the plan holds. */
+static int64_t plan_steps(const ith_batcher *b)
+{
+    return ith_div_ceil(b->plan.num_common, b->options.grad_accum);
+}
+
+static void count_steps(ith_batcher *b)
+{
+    const ith_batcher_options *o = &b->options;
+    batch_plan_build(&b->plan, 0, NULL, 0);
+    b->steps_per_epoch = o->carry_over
+                             ? ith_div_ceil(ith_div_ceil(b->count, o->dp_size),
+                                            ith_mul_bytes(o->micro_batch_size, o->grad_accum))
+                             : plan_steps(b);
+    b->total_steps = o->num_epochs ? b->steps_per_epoch : 0;
+    for (int64_t epoch = 1; epoch < o->num_epochs; epoch++) {
+        if (!is_counted(o->strategy) && o->shuffle)
+            batch_plan_build(&b->plan, epoch, NULL, 0);
+        b->total_steps += plan_steps(b);
+    }
+    if (o->num_epochs > 1)
+        batch_plan_build(&b->plan, 0, NULL, 0);
+}
+
+ith_status ith_batcher_create(ith_batcher **out, const ith_samples *samples,
+                              const ith_batcher_options *options, ith_error *err)
+{
+    int64_t count = options->subset ? options->num_subset : ith_samples_count(samples);
+    ITH_TRY(check_options(options, count, err));
+    ith_batcher *b = NULL;
+    ITH_TRY(ith_alloc_zero((void **)&b, 1, sizeof *b, "batcher", err));
+    b->samples = samples;
+    b->options = *options;
+    b->count = count;
+    if (b->options.pack_window <= 0)
+        b->options.pack_window = DEFAULT_PACK_WINDOW;
+    ith_status status = ITH_OK;
+    if (options->subset) {
+        ITH_TRY_OUT(ith_alloc((void **)&b->subset, count * 8, "subset", err));
+        memcpy(b->subset, options->subset, (size_t)count * 8);
+        b->options.subset = b->subset;
+    }
+    ITH_TRY_OUT(copy_lengths(b, err));
+    ITH_TRY_OUT(find_limits(b, err));
+    ITH_TRY_OUT(alloc_arrays(b, err));
+    batch_plan_options plan = {.strategy = options->strategy,
+                               .micro_batch_size = options->micro_batch_size,
+                               .budget = options->cutoff_len * options->micro_batch_size,
+                               .window = b->options.pack_window,
+                               .dp_rank = options->dp_rank,
+                               .dp_size = options->dp_size,
+                               .seed = options->seed,
+                               .shuffle = options->shuffle,
+                               .carry_over = options->carry_over,
+                               .lengths = b->lengths,
+                               .count = count};
+    ITH_TRY_OUT(batch_plan_create(&b->plan, &plan, b->max_carry, err));
+    count_steps(b);
+    *out = b;
+    return ITH_OK;
+out:
+    ith_batcher_destroy(b);
+    return status;
+}
+
+void ith_batcher_destroy(ith_batcher *b)
+{
+    if (!b)
+        return;
+    batch_plan_destroy(&b->plan);
+    ith_free(b->subset);
+    ith_free(b->lengths);
+    ith_free(b->carry);
+    ith_free(b->step_docs);
+    ith_free(b->step_begin);
+    ith_free(b->arrays.ids);
+    ith_free(b->arrays.position_ids);
+    ith_free(b->arrays.labels);
+    ith_free(b->arrays.weights);
+    ith_free(b->arrays.cu_seqlens);
+    ith_free(b->arrays.sample);
+    ith_free(b);
+}
+
+ith_batch_limits ith_batcher_limits(const ith_batcher *batcher)
+{
+    return batcher->limits;
+}
+
+int64_t ith_batcher_steps_per_epoch(const ith_batcher *batcher)
+{
+    return batcher->steps_per_epoch;
+}
+
+int64_t ith_batcher_total_steps(const ith_batcher *batcher)
+{
+    return batcher->total_steps;
+}
+
+/* Appends micro-batch j of the plan to the step; one this rank does not have is empty. */
+static void take_micro(ith_batcher *b, int64_t j)
+{
+    int64_t used = b->step_begin[b->num_micro], n = 0;
+    if (j < b->plan.num_micro) {
+        const int64_t *docs = b->plan.order + b->plan.micro_begin[j];
+        n = b->plan.micro_begin[j + 1] - b->plan.micro_begin[j];
+        ITH_ASSERT(n <= b->limits.max_docs && used + n <= b->step_docs_cap);
+        memcpy(b->step_docs + used, docs, (size_t)n * 8);
+    }
+    b->step_begin[++b->num_micro] = used + n;
+}
+
+static void next_epoch(ith_batcher *b)
+{
+    int64_t left = 0;
+    if (b->options.carry_over) {
+        int64_t begin = b->plan.micro_begin[b->plan.num_micro];
+        left = b->plan.num_order - begin;
+        ITH_ASSERT(left <= b->max_carry);
+        if (left)
+            memcpy(b->carry, b->plan.order + begin, (size_t)left * 8);
+    }
+    b->num_carry = left;
+    b->epoch++;
+    b->cursor = 0;
+    batch_plan_build(&b->plan, b->epoch, b->carry, b->num_carry);
+}
+
+static void sum_step(const ith_batcher *b, ith_batch_step *step)
+{
+    for (int64_t i = 0; i < b->step_begin[b->num_micro]; i++) {
+        ith_sample s = ith_samples_get(b->samples, entry_of(b, b->step_docs[i]));
+        step->num_docs++;
+        step->num_tokens += s.num_tokens;
+        step->num_labels += s.num_labels;
+        step->weight_sum += s.weight_sum;
+    }
+}
+
+bool ith_batcher_next(ith_batcher *b, ith_batch_step *step)
+{
+    const ith_batcher_options *o = &b->options;
+    b->num_micro = 0;
+    b->step_begin[0] = 0;
+    if (o->num_epochs && b->epoch >= o->num_epochs)
+        return false;
+    ith_batch_step s = {.step = b->step, .epoch = b->epoch};
+    while (b->num_micro < o->grad_accum) {
+        if (o->carry_over) {
+            while (b->cursor >= b->plan.num_micro)
+                next_epoch(b);
+        } else if (b->cursor >= b->plan.num_common) {
+            break;
+        }
+        take_micro(b, b->cursor++);
+    }
+    s.epoch_end = !o->carry_over && b->cursor >= b->plan.num_common;
+    s.num_micro = b->num_micro;
+    sum_step(b, &s);
+    b->step++;
+    if (s.epoch_end) {
+        /* The plan of an epoch that is over is not needed: the step has its own copy. */
+        if (o->num_epochs && b->epoch + 1 >= o->num_epochs) {
+            b->epoch++;
+            b->cursor = 0;
+        } else {
+            next_epoch(b);
+        }
+    }
+    *step = s;
+    return true;
+}
+
+/* The arrays of one document at row `at`. */
+static ith_status put_document(ith_batcher *b, int64_t at, int64_t entry, ith_error *err)
+{
+    ith_micro_batch *a = &b->arrays;
+    ith_sample s = ith_samples_get(b->samples, entry);
+    int32_t max_id = ith_samples_max_id(b->samples);
+    for (int64_t t = 0; t < s.num_tokens; t++) {
+        if (s.ids[t] < 0 || s.ids[t] > max_id)
+            return ith_fail(err, ITH_ERR_FORMAT,
+                            "cache of tokenized data is damaged (sample %" PRId64
+                            " has id %d): remove it and start again",
+                            entry, s.ids[t]);
+        a->ids[at + t] = s.ids[t];
+        a->position_ids[at + t] = (int32_t)t;
+        a->labels[at + t] = ITH_LABEL_IGNORE;
+        a->weights[at + t] = 0;
+    }
+    for (int64_t r = 0; r < s.num_runs; r++) {
+        for (int64_t t = ith_max_i64(s.runs[r].begin, 1); t < s.runs[r].end; t++) {
+            a->labels[at + t - 1] = s.ids[t];
+            a->weights[at + t - 1] = s.runs[r].weight;
+        }
+    }
+    a->num_labels += s.num_labels;
+    a->weight_sum += s.weight_sum;
+    return ITH_OK;
+}
+
+ith_status ith_batcher_fill(ith_batcher *b, int64_t j, ith_micro_batch *out, ith_error *err)
+{
+    ITH_ASSERT(j >= 0 && j < b->num_micro);
+    ith_micro_batch *a = &b->arrays;
+    a->num_tokens = a->num_docs = a->num_labels = 0;
+    a->weight_sum = 0;
+    a->cu_seqlens[0] = 0;
+    for (int64_t i = b->step_begin[j]; i < b->step_begin[j + 1]; i++) {
+        int64_t position = b->step_docs[i], n = b->lengths[position];
+        ITH_ASSERT(a->num_tokens + n <= b->limits.max_tokens);
+        ITH_TRY(put_document(b, a->num_tokens, entry_of(b, position), err));
+        a->sample[a->num_docs++] = entry_of(b, position);
+        a->num_tokens += n;
+        a->cu_seqlens[a->num_docs] = (int32_t)a->num_tokens;
+    }
+    *out = *a;
+    return ITH_OK;
+}
+
+/* What a state belongs to. Where the order of samples does not depend on the number of ranks, the
+ * ranks may change: then only the samples of a whole step are named. */
+static void settings_text(const ith_batcher *b, char *out, size_t size)
+{
+    const ith_batcher_options *o = &b->options;
+    uint64_t subset = 0;
+    for (int64_t i = 0; b->subset && i < b->count; i++)
+        subset = ith_rng_u64(subset, 0, (uint64_t)b->subset[i]);
+    int64_t micro = o->grad_accum * o->dp_size;
+    int n = snprintf(out, size,
+                     "strategy %d seed %" PRIu64 " shuffle %d carry %d samples %" PRId64
+                     " subset %016" PRIx64,
+                     (int)o->strategy, o->seed, o->shuffle, o->carry_over, b->count, subset);
+    if (is_counted(o->strategy))
+        snprintf(out + n, size - (size_t)n, " per step %" PRId64, micro * o->micro_batch_size);
+    else if (o->strategy == ITH_BATCHING_PACKING)
+        snprintf(out + n, size - (size_t)n, " micro %" PRId64 " budget %" PRId64 " window %" PRId64,
+                 micro, b->plan.options.budget, o->pack_window);
+    else
+        snprintf(out + n, size - (size_t)n, " micro %" PRId64 " budget %" PRId64 " ranks %" PRId64,
+                 micro, b->plan.options.budget, o->dp_size);
+}
+
+ith_status ith_batcher_save(const ith_batcher *b, json_t **out, ith_error *err)
+{
+    char settings[400];
+    settings_text(b, settings, sizeof settings);
+    json_t *carry = json_array();
+    bool failed = !carry;
+    for (int64_t i = 0; i < b->num_carry; i++)
+        failed |= json_array_append_new(carry, json_integer(b->carry[i])) != 0;
+    /* Positions are counted in steps of the epoch: ranks and accumulation may change. */
+    int64_t position = b->options.carry_over ? b->cursor : b->cursor / b->options.grad_accum;
+    json_t *state = json_object();
+    failed |= json_object_set_new(state, "version", json_integer(STATE_VERSION)) != 0;
+    failed |= json_object_set_new(state, "data", json_string(ith_samples_key(b->samples))) != 0;
+    failed |= json_object_set_new(state, "settings", json_string(settings)) != 0;
+    failed |= json_object_set_new(state, "step", json_integer(b->step)) != 0;
+    failed |= json_object_set_new(state, "epoch", json_integer(b->epoch)) != 0;
+    failed |= json_object_set_new(state, "position", json_integer(position)) != 0;
+    failed |= json_object_set_new(state, "carry", carry) != 0;
+    if (failed) {
+        json_decref(state);
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory for the data position");
+    }
+    *out = state;
+    return ITH_OK;
+}
+
+static ith_status get_integer(const json_t *state, const char *key, int64_t *out, ith_error *err)
+{
+    const json_t *value = json_object_get(state, key);
+    if (!json_is_integer(value) || json_integer_value(value) < 0)
+        return ith_fail(err, ITH_ERR_FORMAT, "data position: %s: found %s, expected a count", key,
+                        ith_json_type_name(value));
+    *out = json_integer_value(value);
+    return ITH_OK;
+}
+
+static ith_status check_text(const json_t *state, const char *key, const char *now,
+                             const char *advice, ith_error *err)
+{
+    const char *then = json_string_value(json_object_get(state, key));
+    if (then && strcmp(then, now) == 0)
+        return ITH_OK;
+    return ith_fail(err, ITH_ERR_USAGE,
+                    "data position: %s: the checkpoint has '%s', now it is '%s'"
+                    " (%s)",
+                    key, then ? then : "nothing", now, advice);
+}
+
+ith_status ith_batcher_load(ith_batcher *b, const json_t *state, ith_error *err)
+{
+    int64_t version = 0, step = 0, epoch = 0, position = 0;
+    char settings[400];
+    settings_text(b, settings, sizeof settings);
+    ITH_TRY(get_integer(state, "version", &version, err));
+    if (version != STATE_VERSION)
+        return ith_fail(err, ITH_ERR_FORMAT, "data position: version %" PRId64 ", expected %d",
+                        version, STATE_VERSION);
+    ITH_TRY(check_text(state, "data", ith_samples_key(b->samples),
+                       "train on the same data with the same tokenizer, template and cutoff_len, "
+                       "or start anew",
+                       err));
+    ITH_TRY(check_text(state, "settings", settings, "resume with the settings of the run", err));
+    ITH_TRY(get_integer(state, "step", &step, err));
+    ITH_TRY(get_integer(state, "epoch", &epoch, err));
+    ITH_TRY(get_integer(state, "position", &position, err));
+    const json_t *carry = json_object_get(state, "carry");
+    int64_t num_carry = (int64_t)json_array_size(carry);
+    if (num_carry > b->max_carry)
+        return ith_fail(err, ITH_ERR_FORMAT,
+                        "data position: carry: %" PRId64 " samples, at most "
+                        "%" PRId64,
+                        num_carry, b->max_carry);
+    for (int64_t i = 0; i < num_carry; i++) {
+        const json_t *item = json_array_get(carry, (size_t)i);
+        if (!json_is_integer(item) || json_integer_value(item) < 0 ||
+            json_integer_value(item) >= b->count)
+            return ith_fail(err, ITH_ERR_FORMAT, "data position: carry: not a sample number");
+    }
+    for (int64_t i = 0; i < num_carry; i++)
+        b->carry[i] = json_integer_value(json_array_get(carry, (size_t)i));
+    b->num_carry = num_carry;
+    b->num_micro = 0;
+    b->step = step;
+    b->epoch = epoch;
+    batch_plan_build(&b->plan, epoch, b->carry, num_carry);
+    int64_t most = b->options.carry_over ? b->plan.num_micro : plan_steps(b);
+    if (position > most)
+        return ith_fail(err, ITH_ERR_FORMAT,
+                        "data position: position %" PRId64 " in an epoch of %" PRId64, position,
+                        most);
+    b->cursor = b->options.carry_over ? position : position * b->options.grad_accum;
+    return ITH_OK;
+}
+
+ith_batch_report ith_batcher_report(ith_batcher *b)
+{
+    batch_plan *plan = &b->plan;
+    ith_batch_report r = {.capacity = plan->options.budget};
+    batch_plan_build(plan, 0, NULL, 0);
+    r.num_micro = plan->num_micro;
+    r.num_steps = plan_steps(b);
+    for (int64_t j = 0; j < plan->num_micro; j++) {
+        int64_t longest = 0, begin = plan->micro_begin[j], end = plan->micro_begin[j + 1];
+        for (int64_t i = begin; i < end; i++) {
+            int64_t n = b->lengths[plan->order[i]];
+            longest = ith_max_i64(longest, n);
+            r.num_tokens += n;
+            r.sum_squares += n * n;
+        }
+        r.num_docs += end - begin;
+        r.padded_tokens += longest * (end - begin);
+    }
+    if (r.num_micro)
+        r.efficiency = (double)r.num_tokens / ((double)r.num_micro * (double)r.capacity);
+    if (r.padded_tokens)
+        r.pad_efficiency = (double)r.num_tokens / (double)r.padded_tokens;
+    batch_plan_build(plan, b->epoch, b->carry, b->num_carry);
+    return r;
+}

@@ -1,0 +1,278 @@
+/* samples_build.c - rows to tokens on all cores, in bounded memory.
+ *
+ * A unit is one row with all its samples; units are handled in batches that are bounded by rows and
+ * by bytes, and joined in order. Invariant: what is stored, counted and reported does not depend on
+ * the number of threads. */
+#include "base/checked.h"
+#include "base/log.h"
+#include "data/samples_internal.h"
+
+#include <inttypes.h>
+#include <string.h>
+#include <time.h>
+
+#define BATCH_UNITS 512
+#define BATCH_BYTES ((int64_t)32 << 20)
+#define PROGRESS_SECONDS 10
+
+typedef struct {
+    int64_t first, end; /* samples of the data set */
+    ith_samples made;   /* ids, runs and table of this unit alone */
+    int32_t *num_made;  /* stored samples by sample of the unit */
+    int64_t cap_num_made;
+    int64_t dropped_reasoning;
+    ith_status status;
+    ith_error err;
+} unit;
+
+typedef struct {
+    const ith_samples *samples;
+    const ith_samples_options *options;
+    unit *units;
+} unit_batch;
+
+/* messages[0, cut) as an array of its own; cut 0: all. */
+static json_t *prefix_of(json_t *messages, int64_t cut)
+{
+    if (cut == 0)
+        return json_incref(messages);
+    json_t *prefix = json_array();
+    bool failed = !prefix;
+    for (int64_t i = 0; i < cut && !failed; i++)
+        failed = json_array_append(prefix, json_array_get(messages, (size_t)i)) != 0;
+    if (failed) {
+        json_decref(prefix);
+        return NULL;
+    }
+    return prefix;
+}
+
+static ith_status encode(unit *u, const ith_samples_options *o, const ith_converted *row,
+                         int64_t cut, ith_encoded *encoded, ith_error *err)
+{
+    json_t *messages = prefix_of(row->messages, cut);
+    if (!messages)
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory for a conversation");
+    ith_status status;
+    if (o->all_turns) {
+        ith_turns_report report = {0};
+        status = ith_chat_encode_turns(o->chat, messages, row->tools, encoded, &report, err);
+        u->dropped_reasoning += report.num_dropped_reasoning;
+    } else {
+        status = ith_chat_encode_sample(o->chat, messages, row->tools, encoded, err);
+    }
+    json_decref(messages);
+    return status;
+}
+
+/* Cuts or splits one encoded sample, and stores what has a target. */
+static ith_status store(unit *u, const ith_samples_options *o, const ith_dataset_sample *sample,
+                        const ith_encoded *e, int32_t *num_made)
+{
+    stored_sample from = {.row = sample->row, .part = sample->part, .cut = sample->cut};
+    int64_t n = e->ids.count, cutoff = o->cutoff_len;
+    int64_t parts = o->split_long ? ith_div_ceil(n, cutoff) : 1;
+    for (int64_t p = 0; p < parts; p++) {
+        int64_t begin = p * cutoff, count = ith_min_i64(cutoff, n - begin);
+        bool has_target = false;
+        from.full_tokens = parts > 1 ? count : n;
+        ITH_TRY(samples_append(&u->made, e->ids.ids + begin, e->weights + begin, count, &from, true,
+                               &has_target, &u->err));
+        *num_made += has_target;
+        if (!has_target && parts > 1)
+            ith_drops_add(&u->made.drops, ITH_DROP_SPLIT_PART, sample->part, sample->row, "");
+    }
+    if (*num_made == 0 && parts == 1) {
+        char detail[ITH_DROP_DETAIL_BYTES];
+        snprintf(detail, sizeof detail, "%" PRId64 " tokens, cutoff_len %" PRId64, n, cutoff);
+        ith_drops_add(&u->made.drops, ITH_DROP_NO_TRAINABLE, sample->part, sample->row, detail);
+    }
+    return ITH_OK;
+}
+
+static ith_status encode_one(unit *u, const ith_samples_options *o,
+                             const ith_dataset_sample *sample, const ith_converted *row,
+                             int32_t *num_made)
+{
+    ith_encoded encoded = {0};
+    ith_error why = {0};
+    ith_status status = encode(u, o, row, sample->cut, &encoded, &why);
+    if (status == ITH_ERR_MEMORY)
+        ith_fail(&u->err, status, "%s", why.text);
+    if (status != ITH_OK && status != ITH_ERR_MEMORY) {
+        ith_drops_add(&u->made.drops, ITH_DROP_RENDER, sample->part, sample->row, why.text);
+        status = ITH_OK;
+    } else if (status == ITH_OK && encoded.ids.count == 0) {
+        ith_drops_add(&u->made.drops, ITH_DROP_NO_TRAINABLE, sample->part, sample->row,
+                      "the template gives no text");
+    } else if (status == ITH_OK) {
+        status = store(u, o, sample, &encoded, num_made);
+    }
+    ith_encoded_deinit(&encoded);
+    return status;
+}
+
+static ith_status encode_unit(const unit_batch *batch, unit *u)
+{
+    const ith_dataset *dataset = batch->samples->dataset;
+    const ith_dataset_sample *all = ith_dataset_samples(dataset);
+    int64_t count = u->end - u->first;
+    ITH_TRY(ith_grow((void **)&u->num_made, &u->cap_num_made, count, sizeof *u->num_made, "samples",
+                     &u->err));
+    memset(u->num_made, 0, (size_t)count * sizeof *u->num_made);
+    ith_converted row;
+    ITH_TRY(ith_dataset_read(dataset, all[u->first].part, all[u->first].row, &row, &u->err));
+    ITH_ASSERT(row.drop == ITH_DROP_NONE && row.messages);
+    ith_status status = ITH_OK;
+    for (int64_t i = 0; i < count && status == ITH_OK; i++)
+        status = encode_one(u, batch->options, &all[u->first + i], &row, &u->num_made[i]);
+    ith_converted_deinit(&row);
+    return status;
+}
+
+static void encode_task(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const unit_batch *batch = arg;
+    for (int64_t i = begin; i < end; i++)
+        batch->units[i].status = encode_unit(batch, &batch->units[i]);
+}
+
+/* Fills units with the next rows; returns how many. */
+static int64_t gather_units(const ith_samples *s, unit *units, int64_t *next)
+{
+    const ith_dataset_sample *all = ith_dataset_samples(s->dataset);
+    int64_t n = ith_dataset_num_samples(s->dataset), count = 0, bytes = 0;
+    while (*next < n && count < BATCH_UNITS && bytes < BATCH_BYTES) {
+        unit *u = &units[count++];
+        u->first = u->end = *next;
+        while (u->end < n && all[u->end].part == all[u->first].part &&
+               all[u->end].row == all[u->first].row)
+            u->end++;
+        u->made.num_ids = u->made.num_runs = u->made.num_stored = 0;
+        memset(&u->made.drops, 0, sizeof u->made.drops);
+        u->dropped_reasoning = 0;
+        ith_error_clear(&u->err);
+        bytes += ith_dataset_row_bytes(s->dataset, all[u->first].part, all[u->first].row) *
+                 (u->end - u->first);
+        *next = u->end;
+    }
+    return count;
+}
+
+/* Appends what a unit made. first_stored[i]: where the stored samples of sample i begin. */
+static ith_status join_unit(ith_samples *s, const unit *u, ith_writer *writer,
+                            int64_t *first_stored, ith_error *err)
+{
+    const ith_samples *made = &u->made;
+    if (u->status != ITH_OK)
+        return ith_fail(err, u->status, "%s", u->err.text);
+    ith_drops_merge(&s->drops, &made->drops);
+    for (int64_t i = u->first, stored = s->num_stored; i < u->end; i++) {
+        first_stored[i] = stored;
+        stored += u->num_made[i - u->first];
+    }
+    ITH_TRY(ith_grow((void **)&s->runs, &s->cap_runs, s->num_runs + made->num_runs, sizeof *s->runs,
+                     "samples", err));
+    ITH_TRY(ith_grow((void **)&s->table, &s->cap_stored, s->num_stored + made->num_stored,
+                     sizeof *s->table, "samples", err));
+    for (int64_t i = 0; i < made->num_stored; i++) {
+        stored_sample *t = &s->table[s->num_stored + i];
+        *t = made->table[i];
+        t->id_begin += s->num_ids;
+        t->run_begin += s->num_runs;
+    }
+    if (made->num_runs)
+        memcpy(s->runs + s->num_runs, made->runs, (size_t)made->num_runs * sizeof *s->runs);
+    for (int64_t i = 0; i < made->num_ids; i++)
+        s->max_id = made->ids[i] > s->max_id ? made->ids[i] : s->max_id;
+    if (writer) {
+        ITH_TRY(ith_writer_write(writer, made->ids, made->num_ids * 4, err));
+    } else if (made->num_ids) {
+        ITH_TRY(
+            ith_grow((void **)&s->ids, &s->cap_ids, s->num_ids + made->num_ids, 4, "samples", err));
+        memcpy(s->ids + s->num_ids, made->ids, (size_t)made->num_ids * 4);
+    }
+    s->num_ids += made->num_ids;
+    s->num_runs += made->num_runs;
+    s->num_stored += made->num_stored;
+    return ITH_OK;
+}
+
+/* Entries of an epoch: all stored samples of each drawn sample. */
+static ith_status make_entries(ith_samples *s, const int64_t *first_stored, ith_error *err)
+{
+    const int64_t *drawn = ith_dataset_drawn(s->dataset);
+    int64_t n = ith_dataset_num_drawn(s->dataset), count = 0;
+    for (int64_t i = 0; i < n; i++)
+        count += first_stored[drawn[i] + 1] - first_stored[drawn[i]];
+    ITH_TRY(ith_alloc((void **)&s->entries, count * 8, "samples", err));
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t k = first_stored[drawn[i]]; k < first_stored[drawn[i] + 1]; k++)
+            s->entries[s->num_entries++] = k;
+    return ITH_OK;
+}
+
+static double seconds_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+static ith_status encode_all(ith_samples *s, const ith_samples_options *o, unit *units,
+                             ith_writer *writer, int64_t *first_stored, ith_error *err)
+{
+    unit_batch batch = {s, o, units};
+    int64_t n = ith_dataset_num_samples(s->dataset), dropped_reasoning = 0;
+    double last = seconds_now();
+    for (int64_t next = 0; next < n;) {
+        int64_t count = gather_units(s, units, &next);
+        ith_pool_for(o->pool, count, 1, encode_task, &batch);
+        for (int64_t i = 0; i < count; i++) {
+            ITH_TRY(join_unit(s, &units[i], writer, first_stored, err));
+            dropped_reasoning += units[i].dropped_reasoning;
+        }
+        if (next < n && seconds_now() - last > PROGRESS_SECONDS) {
+            last = seconds_now();
+            ith_log(ITH_LOG_INFO, "data",
+                    "%s: %" PRId64 " of %" PRId64 " samples tokenized (%.0f %%)", o->path, next, n,
+                    100.0 * (double)next / (double)n);
+        }
+    }
+    first_stored[n] = s->num_stored;
+    if (dropped_reasoning)
+        ith_log(ITH_LOG_WARN, "data",
+                "%s: the template leaves out the reasoning of %" PRId64
+                " earlier turns; train_on: last_turn, or a template that keeps it, trains on it",
+                o->path, dropped_reasoning);
+    return ITH_OK;
+}
+
+ith_status samples_build(ith_samples *s, const ith_samples_options *o, ith_writer *writer,
+                         ith_error *err)
+{
+    ITH_TRY(ith_dataset_index(s->dataset, o->pool, err));
+    s->drops = *ith_dataset_drops(s->dataset);
+    s->num_candidates = ith_dataset_num_samples(s->dataset);
+    s->num_rows = 0;
+    for (int64_t i = 0; i < ith_dataset_num_parts(s->dataset); i++)
+        s->num_rows += ith_dataset_part_at(s->dataset, i)->num_rows;
+    unit *units = NULL;
+    int64_t *first_stored = NULL;
+    ith_status status = ITH_OK;
+    ITH_TRY_OUT(ith_alloc((void **)&first_stored, (s->num_candidates + 1) * 8, "samples", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&units, BATCH_UNITS, sizeof *units, "samples", err));
+    ITH_TRY_OUT(encode_all(s, o, units, writer, first_stored, err));
+    ITH_TRY_OUT(make_entries(s, first_stored, err));
+out:
+    for (int64_t i = 0; units && i < BATCH_UNITS; i++) {
+        ith_free(units[i].made.ids);
+        ith_free(units[i].made.runs);
+        ith_free(units[i].made.table);
+        ith_free(units[i].num_made);
+    }
+    ith_free(units);
+    ith_free(first_stored);
+    return status;
+}
