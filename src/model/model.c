@@ -210,7 +210,8 @@ static int64_t source_index(const ith_hf_piece *piece, bool transposed, bool fus
 }
 
 static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece *piece,
-                             const ith_st_reader *reader, ith_tensor master, char *staging)
+                             const ith_st_reader *reader, ith_tensor flat, ith_tensor second,
+                             char *staging)
 {
     const ith_st_entry *entry = NULL;
     int64_t first = 0;
@@ -233,7 +234,7 @@ static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece 
                    (size_t)size);
         if (!transposed)
             memcpy(raw, src + done * size, (size_t)(n * size));
-        ith_tensor targets[2] = {model->w, master};
+        ith_tensor targets[2] = {flat, second};
         for (int t = 0; t < 2; t++) {
             if (!targets[t].ndim)
                 continue;
@@ -250,17 +251,29 @@ static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece 
 }
 
 ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
-                          ith_tensor master)
+                          ith_tensor flat, ith_tensor second)
 {
     char *staging = NULL;
     ITH_TRY(ith_alloc((void **)&staging, STAGING_ELEMENTS * 16, "staging", ctx->err));
-    ith_status status = ITH_OK;
-    if (master.ndim)
-        status = ith_zero(ctx, master);
+    ith_status status = ith_zero(ctx, flat); /* the gaps between parameters */
+    if (status == ITH_OK && second.ndim)
+        status = ith_zero(ctx, second);
     for (int64_t i = 0; i < model->num_pieces && status == ITH_OK; i++)
-        status = load_piece(model, ctx, &model->pieces[i], reader, master, staging);
+        status = load_piece(model, ctx, &model->pieces[i], reader, flat, second, staging);
     ith_free(staging);
     return status;
+}
+
+ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t piece,
+                              int64_t first, int64_t n, void *out)
+{
+    const ith_hf_piece *p = &model->pieces[piece];
+    ITH_ASSERT(first >= 0 && n >= 0 && first + n <= p->count);
+    int64_t size = ith_dtype_bytes(flat.dtype),
+            at = model->params[p->param].first + p->first + first;
+    ITH_TRY(ctx->device->download(ctx->device, out, (const char *)flat.data + at * size, n * size,
+                                  ctx->err));
+    return ctx->device->sync(ctx->device, ctx->err);
 }
 
 void ith_model_init_piece(const ith_model *model, const ith_hf_piece *piece, uint64_t seed,

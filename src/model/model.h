@@ -141,10 +141,15 @@ ith_status ith_model_create(ith_model **out, const ith_hf_config *config, ith_dt
 void ith_model_destroy(ith_model *model);
 /* Pushes weights, RoPE tables and (training) gradients; fills the tables when not counting. */
 ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training);
-/* Reads every piece into w, and into master (f32, absent or flat) as well. Tied models ignore a
- * stored lm_head. Experts are accepted per expert or fused (in either orientation). */
+/* Reads every piece into one or two flat buffers of the model's layout (w and master, or m; the
+ * second may be absent). Tied models ignore a stored lm_head. Experts are accepted per expert or
+ * fused, in either orientation. */
 ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
-                          ith_tensor master);
+                          ith_tensor flat, ith_tensor second);
+/* Contents of piece i of a flat buffer, elements [first, first + n) of the piece, in the buffer's
+ * type, to host memory. */
+ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t piece,
+                              int64_t first, int64_t n, void *out);
 
 /* For families. The name formats take the layer number. */
 ith_status ith_model_add_param(ith_model *model, const char *name, int ndim, int64_t d0, int64_t d1,

@@ -161,7 +161,7 @@ static void open_bench(bench *b, const golden *g, const options *o, const ith_mi
                          .keep = o->keep,
                          .max_grad_norm = (float)max_grad_norm};
     die_on(ith_step_create(&b->step, b->model, &b->session.ctx, &c, false));
-    die_on(ith_model_load(b->model, &b->session.ctx, g->weights, b->step->master));
+    die_on(ith_model_load(b->model, &b->session.ctx, g->weights, b->model->w, b->step->master));
 }
 
 static void close_bench(bench *b)

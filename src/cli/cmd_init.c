@@ -1,0 +1,315 @@
+/* cmd_init.c - `ithaca init`: a model directory with random weights, tokenizer and chat template
+ * included. */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/file.h"
+#include "base/json.h"
+#include "checkpoint/json_edit.h"
+#include "checkpoint/model_dir.h"
+#include "cli/commands.h"
+#include "model/model.h"
+#include "tokenizer/tokenizer.h"
+
+#define CHUNK_ELEMENTS ((int64_t)1 << 20)
+
+/* Published Qwen3 shapes, and two small ones. */
+static const struct preset {
+    const char *name;
+    int64_t hidden, layers, heads, kv_heads, head_dim, intermediate;
+    bool tied;
+    int64_t experts, experts_per_tok, moe_intermediate;
+} presets[] = {{"tiny", 64, 2, 4, 2, 16, 128, true, 0, 0, 0},
+               {"small", 256, 4, 4, 2, 64, 768, true, 0, 0, 0},
+               {"0.6b", 1024, 28, 16, 8, 128, 3072, true, 0, 0, 0},
+               {"1.7b", 2048, 28, 16, 8, 128, 6144, true, 0, 0, 0},
+               {"4b", 2560, 36, 32, 8, 128, 9728, true, 0, 0, 0},
+               {"8b", 4096, 36, 32, 8, 128, 12288, false, 0, 0, 0},
+               {"14b", 5120, 40, 40, 8, 128, 17408, false, 0, 0, 0},
+               {"32b", 5120, 64, 64, 8, 128, 25600, false, 0, 0, 0},
+               {"tiny-moe", 64, 2, 4, 2, 16, 128, false, 8, 2, 32},
+               {"30b-a3b", 2048, 48, 32, 4, 128, 6144, false, 128, 8, 768}};
+
+static const char preset_words[] = "tiny small 0.6b 1.7b 4b 8b 14b 32b tiny-moe 30b-a3b";
+
+/* A plain ChatML template with thinking, for directories whose tokenizer brings none. */
+static const char default_template[] =
+    "{%- for message in messages %}\n"
+    "    {{- '<|im_start|>' + message.role + '\\n' }}\n"
+    "    {%- if message.role == 'assistant' and message.reasoning_content is defined and "
+    "message.reasoning_content %}\n"
+    "        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}\n"
+    "    {%- endif %}\n"
+    "    {{- message.content + '<|im_end|>\\n' }}\n"
+    "{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n"
+    "    {{- '<|im_start|>assistant\\n' }}\n"
+    "{%- endif %}\n";
+
+static ith_status preset_config(const struct preset *p, ith_dtype dtype, int64_t vocab, int64_t eos,
+                                json_t **out, ith_error *err)
+{
+    json_t *c = json_pack(
+        "{s:[s], s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:f, s:f, s:I, s:b, s:b, s:f, s:o, "
+        "s:o, s:s, s:b, s:b}",
+        "architectures", p->experts ? "Qwen3MoeForCausalLM" : "Qwen3ForCausalLM", "model_type",
+        p->experts ? "qwen3_moe" : "qwen3", "vocab_size", (json_int_t)vocab, "hidden_size",
+        (json_int_t)p->hidden, "num_hidden_layers", (json_int_t)p->layers, "num_attention_heads",
+        (json_int_t)p->heads, "num_key_value_heads", (json_int_t)p->kv_heads, "head_dim",
+        (json_int_t)p->head_dim, "intermediate_size", (json_int_t)p->intermediate, "hidden_act",
+        "silu", "rms_norm_eps", 1e-6, "rope_theta", 1e6, "max_position_embeddings",
+        (json_int_t)40960, "tie_word_embeddings", (int)p->tied, "attention_bias", 0,
+        "initializer_range", 0.02, "eos_token_id", eos >= 0 ? json_integer(eos) : json_null(),
+        "bos_token_id", json_null(), "torch_dtype", dtype == ITH_F32 ? "float32" : "bfloat16",
+        "use_cache", 1, "use_sliding_window", 0);
+    if (c && p->experts) {
+        json_object_set_new(c, "num_experts", json_integer(p->experts));
+        json_object_set_new(c, "num_experts_per_tok", json_integer(p->experts_per_tok));
+        json_object_set_new(c, "moe_intermediate_size", json_integer(p->moe_intermediate));
+        json_object_set_new(c, "norm_topk_prob", json_true());
+        json_object_set_new(c, "decoder_sparse_step", json_integer(1));
+    }
+    if (!c)
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory for config.json");
+    *out = c;
+    return ITH_OK;
+}
+
+static ith_status write_text(const char *dir, const char *name, const char *text, int64_t len,
+                             ith_error *err)
+{
+    ith_buf path = {0};
+    ith_path_join(&path, dir, name);
+    ith_status status = ith_buf_check(&path, dir, err);
+    if (status == ITH_OK)
+        status = ith_write_file(path.data, text, len, err);
+    ith_buf_deinit(&path);
+    return status;
+}
+
+/* Copies the tokenizer of another directory, or learns one from a text. */
+static ith_status make_tokenizer(const ith_args *args, const char *dir, ith_error *err)
+{
+    static const char *const special[] = {"<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>",
+                                          "</think>"};
+    const char *from = ith_args_text(args, "tokenizer"), *learn = ith_args_text(args, "learn");
+    if (!from == !learn)
+        return ith_fail(err, ITH_ERR_USAGE,
+                        "init: give either --tokenizer DIR (copied) or --learn TEXT_FILE (a new "
+                        "one is learned)");
+    if (learn) {
+        ith_buf text = {0};
+        ith_status status = ith_read_file(learn, (int64_t)1 << 32, &text, err);
+        if (status == ITH_OK)
+            status = ith_bpe_train(text.data, text.len, ith_args_int(args, "vocab-size"), special,
+                                   5, dir, err);
+        ith_buf_deinit(&text);
+        return status;
+    }
+    ith_names names;
+    ITH_TRY(ith_list_dir(from, &names, err));
+    ith_buf src = {0}, dst = {0};
+    ith_status status = ITH_OK;
+    for (int64_t i = 0; i < names.count && status == ITH_OK; i++) {
+        if (!ith_model_dir_is_side_file(names.names[i]) ||
+            strcmp(names.names[i], "config.json") == 0)
+            continue;
+        ith_path_join(&src, from, names.names[i]);
+        ith_path_join(&dst, dir, names.names[i]);
+        status = src.failed || dst.failed ? ith_fail(err, ITH_ERR_MEMORY, "out of memory")
+                                          : ith_copy_file(src.data, dst.data, err);
+    }
+    ith_buf_deinit(&src);
+    ith_buf_deinit(&dst);
+    ith_names_free(&names);
+    return status;
+}
+
+/* A chat template of our own where the directory has none. */
+static ith_status ensure_template(const char *dir, ith_error *err)
+{
+    ith_buf path = {0};
+    json_t *config = NULL;
+    ith_path_join(&path, dir, "chat_template.jinja");
+    bool have = ith_path_exists(path.data);
+    ith_path_join(&path, dir, "tokenizer_config.json");
+    if (!have && ith_path_exists(path.data)) {
+        ITH_TRY(ith_json_load(&config, path.data, err));
+        have = json_object_get(config, "chat_template") != NULL;
+        json_decref(config);
+    }
+    ith_buf_deinit(&path);
+    return have ? ITH_OK
+                : write_text(dir, "chat_template.jinja", default_template,
+                             (int64_t)sizeof default_template - 1, err);
+}
+
+static ith_status write_piece(const ith_model *m, const ith_hf_piece *p, uint64_t seed,
+                              ith_dtype dtype, ith_st_writer *w, float *values, char *bytes,
+                              ith_error *err)
+{
+    for (int64_t done = 0; done < p->count;) {
+        int64_t n = ith_min_i64(CHUNK_ELEMENTS, p->count - done);
+        ith_model_init_piece(m, p, seed, done, n, values);
+        ith_convert(bytes, dtype, values, ITH_F32, n);
+        ITH_TRY(ith_st_writer_push(w, bytes, n * ith_dtype_bytes(dtype), err));
+        done += n;
+    }
+    return ITH_OK;
+}
+
+static ith_status write_weights(const ith_model *m, const char *dir, ith_dtype dtype, uint64_t seed,
+                                ith_error *err)
+{
+    ith_st_entry *tensors = NULL;
+    ith_st_writer *w = NULL;
+    float *values = NULL;
+    char *bytes = NULL;
+    ith_status status = ITH_OK;
+    ITH_TRY_OUT(
+        ith_alloc_zero((void **)&tensors, m->num_pieces, sizeof *tensors, "tensor list", err));
+    ITH_TRY_OUT(ith_alloc((void **)&values, CHUNK_ELEMENTS * 4, "weights", err));
+    ITH_TRY_OUT(ith_alloc((void **)&bytes, CHUNK_ELEMENTS * 4, "weights", err));
+    for (int64_t i = 0; i < m->num_pieces; i++) {
+        tensors[i] =
+            (ith_st_entry){.name = m->pieces[i].hf_name, .dtype = dtype, .ndim = m->pieces[i].ndim};
+        memcpy(tensors[i].shape, m->pieces[i].shape, sizeof m->pieces[i].shape);
+    }
+    ITH_TRY_OUT(ith_st_writer_create(&w, dir, tensors, m->num_pieces, NULL, err));
+    for (int64_t i = ith_st_writer_next(w); i >= 0; i = ith_st_writer_next(w))
+        ITH_TRY_OUT(write_piece(m, &m->pieces[i], seed, dtype, w, values, bytes, err));
+    status = ith_st_writer_commit(w, err);
+out:
+    ith_st_writer_destroy(w);
+    ith_free(tensors);
+    ith_free(values);
+    ith_free(bytes);
+    return status;
+}
+
+/* config.json from a file or a preset, with key=value changes; *text owned by the caller. */
+static ith_status make_config(const ith_args *args, const char *dir, ith_dtype dtype, ith_buf *text,
+                              ith_error *err)
+{
+    const char *file = ith_args_text(args, "config");
+    if (file) {
+        ITH_TRY(ith_read_file(file, (int64_t)1 << 24, text, err));
+    } else {
+        ith_tokenizer *tok = NULL;
+        json_t *config = NULL;
+        ITH_TRY(ith_tokenizer_open(&tok, dir, err));
+        int64_t size = ith_tokenizer_size(tok),
+                vocab = size > 140000 ? 151936 : ith_round_up(size, 64);
+        int32_t eos = ith_tokenizer_find(tok, "<|im_end|>");
+        ith_tokenizer_close(tok);
+        ITH_TRY(preset_config(&presets[ith_args_word(args, "size")], dtype,
+                              ith_max_i64(vocab, ith_round_up(size, 64)), eos, &config, err));
+        char *dump = json_dumps(config, JSON_INDENT(2));
+        json_decref(config);
+        if (!dump)
+            return ith_fail(err, ITH_ERR_MEMORY, "out of memory for config.json");
+        ith_buf_puts(text, dump);
+        ith_buf_puts(text, "\n");
+        ith_free(dump);
+    }
+    for (int i = 1; i < args->num_positional; i++) {
+        const char *eq = strchr(args->positional[i], '=');
+        char key[128];
+        if (!eq || eq - args->positional[i] >= (int)sizeof key)
+            return ith_fail(err, ITH_ERR_USAGE, "init: %s is not key=value", args->positional[i]);
+        snprintf(key, sizeof key, "%.*s", (int)(eq - args->positional[i]), args->positional[i]);
+        ITH_TRY(ith_json_edit_set(text, key, eq + 1, err));
+    }
+    return ith_buf_check(text, "config.json", err);
+}
+
+static ith_status init(const ith_args *args, const char *dir, ith_error *err)
+{
+    ith_dtype dtype = ith_args_word(args, "dtype") == 1 ? ITH_F32 : ITH_BF16;
+    ith_buf text = {0};
+    ith_hf_config config = {0};
+    ith_model *model = NULL;
+    ith_status status = ITH_OK;
+    ITH_TRY(ith_make_dirs(dir, err));
+    ITH_TRY_OUT(make_tokenizer(args, dir, err));
+    ITH_TRY_OUT(ensure_template(dir, err));
+    ITH_TRY_OUT(make_config(args, dir, dtype, &text, err));
+    ITH_TRY_OUT(ith_hf_config_parse(&config, text.data, text.len, "config.json", err));
+    ITH_TRY_OUT(ith_model_create(&model, &config, dtype, 1, err));
+    ITH_TRY_OUT(write_weights(model, dir, dtype, (uint64_t)ith_args_int(args, "seed"), err));
+    ITH_TRY_OUT(write_text(dir, "config.json", text.data, text.len, err));
+    printf("%s: %s, %.3g parameters, vocabulary %lld\n", dir, config.model_type,
+           (double)model->num_weights, (long long)config.vocab_size);
+out:
+    ith_model_destroy(model);
+    ith_hf_config_deinit(&config);
+    ith_buf_deinit(&text);
+    return status;
+}
+
+static ith_status run_init(const ith_args *args, ith_error *err)
+{
+    const char *dir = args->positional[0];
+    if (ith_path_is_dir(dir)) {
+        ith_names names;
+        ITH_TRY(ith_list_dir(dir, &names, err));
+        bool empty = names.count == 0;
+        ith_names_free(&names);
+        if (!empty && !ith_args_flag(args, "force"))
+            return ith_fail(err, ITH_ERR_USAGE, "init: %s is not empty (--force writes into it)",
+                            dir);
+    }
+    return init(args, dir, err);
+}
+
+static const ith_option options[] = {{.name = "size",
+                                      .letter = 's',
+                                      .type = ITH_OPTION_WORD,
+                                      .default_text = "small",
+                                      .help = "Shape of a Qwen3 model.",
+                                      .words = preset_words},
+                                     {.name = "config",
+                                      .letter = 'c',
+                                      .type = ITH_OPTION_PATH,
+                                      .help = "A config.json to follow instead of a size."},
+                                     {.name = "tokenizer",
+                                      .letter = 't',
+                                      .type = ITH_OPTION_PATH,
+                                      .help = "Model directory whose tokenizer is copied."},
+                                     {.name = "learn",
+                                      .letter = 'l',
+                                      .type = ITH_OPTION_PATH,
+                                      .help = "Text file from which a byte-level BPE is learned."},
+                                     {.name = "vocab-size",
+                                      .type = ITH_OPTION_INT,
+                                      .default_text = "2048",
+                                      .help = "Tokens of a learned tokenizer.",
+                                      .min = 300,
+                                      .max = 1000000},
+                                     {.name = "dtype",
+                                      .type = ITH_OPTION_WORD,
+                                      .default_text = "bfloat16",
+                                      .help = "Type of the weights.",
+                                      .words = "bfloat16 float32"},
+                                     {.name = "seed",
+                                      .type = ITH_OPTION_INT,
+                                      .default_text = "42",
+                                      .help = "Seed of the weights.",
+                                      .min = 0,
+                                      .max = 9e15},
+                                     {.name = "force",
+                                      .letter = 'f',
+                                      .type = ITH_OPTION_FLAG,
+                                      .help = "Write into a directory that is not empty."},
+                                     {.name = NULL}};
+
+const ith_command ith_cmd_init = {.name = "init",
+                                  .arguments = "OUTPUT [key=value ...]",
+                                  .summary = "Make a model directory with random weights",
+                                  .details = "key=value changes keys of config.json: ithaca init "
+                                             "/tmp/m --learn book.txt num_hidden_layers=6\n",
+                                  .options = options,
+                                  .min_positional = 1,
+                                  .max_positional = -1,
+                                  .takes_overrides = true,
+                                  .run = run_init};

@@ -1,0 +1,212 @@
+/* loss_curve.c - draws the loss curve. Layout: one panel for loss, a flat one below for the
+ * learning rate. */
+#include "report/loss_curve.h"
+
+#include <math.h>
+
+#include "base/checked.h"
+
+#define WIDTH 860
+#define LEFT 64
+#define RIGHT 20
+#define TOP 48
+#define LOSS_HEIGHT 300
+#define GAP 34
+#define RATE_HEIGHT 70
+
+typedef struct {
+    double x0, x1, y0, y1;           /* data range */
+    double left, right, top, bottom; /* pixels */
+} panel;
+
+static double px(const panel *p, double x)
+{
+    return p->left + (p->x1 > p->x0 ? (x - p->x0) / (p->x1 - p->x0) : 0.5) * (p->right - p->left);
+}
+
+static double py(const panel *p, double y)
+{
+    return p->bottom - (p->y1 > p->y0 ? (y - p->y0) / (p->y1 - p->y0) : 0.5) * (p->bottom - p->top);
+}
+
+/* A round step that gives about n ticks over `range`. */
+static double tick_step(double range, int n)
+{
+    double raw = range / n, power = pow(10.0, floor(log10(raw))), m = raw / power;
+    return power * (m < 1.5 ? 1 : (m < 3.5 ? 2 : (m < 7.5 ? 5 : 10)));
+}
+
+static void axes(ith_buf *out, const panel *p, int ticks, const char *label)
+{
+    ith_buf_printf(
+        out,
+        "<rect x='%.1f' y='%.1f' width='%.1f' height='%.1f' fill='#fafafa' stroke='#cccccc'/>\n",
+        p->left, p->top, p->right - p->left, p->bottom - p->top);
+    double step = tick_step(p->y1 - p->y0, ticks);
+    for (double y = ceil(p->y0 / step) * step; p->y1 > p->y0 && y <= p->y1 + step * 1e-9;
+         y += step) {
+        double at = py(p, y);
+        ith_buf_printf(out, "<line x1='%.1f' y1='%.1f' x2='%.1f' y2='%.1f' stroke='#e4e4e4'/>",
+                       p->left, at, p->right, at);
+        ith_buf_printf(out, "<text x='%.1f' y='%.1f' text-anchor='end'>%.4g</text>\n", p->left - 6,
+                       at + 4, fabs(y) < step * 1e-6 ? 0.0 : y);
+    }
+    ith_buf_printf(
+        out,
+        "<text x='14' y='%.1f' transform='rotate(-90 14 %.1f)' text-anchor='middle'>%s</text>\n",
+        (p->top + p->bottom) / 2, (p->top + p->bottom) / 2, label);
+}
+
+static void step_ticks(ith_buf *out, const panel *p)
+{
+    double step = fmax(1.0, tick_step(fmax(p->x1 - p->x0, 1.0), 8));
+    for (double x = ceil(p->x0 / step) * step; x <= p->x1 + step * 1e-9; x += step)
+        ith_buf_printf(out, "<text x='%.1f' y='%.1f' text-anchor='middle'>%.0f</text>\n", px(p, x),
+                       p->bottom + 16, x);
+    ith_buf_printf(out, "<text x='%.1f' y='%.1f' text-anchor='middle'>optimizer step</text>\n",
+                   (p->left + p->right) / 2, p->bottom + 32);
+}
+
+typedef double (*row_value)(const ith_report_row *rows, int64_t i, double *state);
+
+static double value_loss(const ith_report_row *rows, int64_t i, double *state)
+{
+    (void)state;
+    return rows[i].loss;
+}
+
+/* Exponential mean over about 20 rows. */
+static double value_mean(const ith_report_row *rows, int64_t i, double *state)
+{
+    *state = isnan(*state) ? rows[i].loss : *state + (rows[i].loss - *state) * 0.1;
+    return *state;
+}
+
+static double value_rate(const ith_report_row *rows, int64_t i, double *state)
+{
+    (void)state;
+    return rows[i].learning_rate;
+}
+
+/* A line through the training rows, at most a few points a pixel. */
+static void polyline(ith_buf *out, const panel *p, const ith_report_row *rows, int64_t count,
+                     row_value value, const char *style)
+{
+    int64_t every = ith_max_i64(1, count / (4 * (int64_t)(p->right - p->left)));
+    double state = (double)NAN;
+    bool open = false;
+    for (int64_t i = 0; i < count; i++) {
+        if (rows[i].is_eval || !isfinite(rows[i].loss))
+            continue;
+        double y = value(rows, i, &state);
+        if (i % every != 0 && i + 1 < count)
+            continue;
+        ith_buf_printf(out, "%s%.1f,%.1f", open ? " " : "<polyline points='",
+                       px(p, (double)rows[i].step), py(p, y));
+        open = true;
+    }
+    if (open)
+        ith_buf_printf(out, "' fill='none' %s/>\n", style);
+}
+
+static void ranges(const ith_report_row *rows, int64_t count, panel *loss, panel *rate,
+                   int64_t *bad)
+{
+    double lo = INFINITY, hi = -INFINITY, first = INFINITY, last = -INFINITY, rate_hi = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (!isfinite(rows[i].loss)) {
+            (*bad)++;
+            continue;
+        }
+        lo = fmin(lo, rows[i].loss);
+        hi = fmax(hi, rows[i].loss);
+        first = fmin(first, (double)rows[i].step);
+        last = fmax(last, (double)rows[i].step);
+        rate_hi = fmax(rate_hi, rows[i].is_eval ? 0.0 : rows[i].learning_rate);
+    }
+    if (!(lo <= hi)) {
+        lo = 0;
+        hi = 1;
+        first = 0;
+        last = 1;
+    }
+    double margin = fmax((hi - lo) * 0.05, fabs(hi) * 1e-3 + 1e-12);
+    *loss = (panel){first,
+                    last,
+                    lo - margin < 0 && lo >= 0 ? 0 : lo - margin,
+                    hi + margin,
+                    LEFT,
+                    WIDTH - RIGHT,
+                    TOP,
+                    TOP + LOSS_HEIGHT};
+    double top = TOP + LOSS_HEIGHT + GAP;
+    *rate = (panel){first, last,          0,   rate_hi > 0 ? rate_hi * 1.08 : 1,
+                    LEFT,  WIDTH - RIGHT, top, top + RATE_HEIGHT};
+}
+
+static void put_escaped(ith_buf *out, const char *text)
+{
+    for (; *text; text++) {
+        if (*text == '<')
+            ith_buf_puts(out, "&lt;");
+        else if (*text == '&')
+            ith_buf_puts(out, "&amp;");
+        else if ((unsigned char)*text >= 0x20)
+            ith_buf_putc(out, *text);
+    }
+}
+
+static void legend(ith_buf *out, const panel *p, bool has_eval)
+{
+    double x = p->right - (has_eval ? 250 : 160), y = p->top + 16;
+    ith_buf_printf(
+        out, "<line x1='%.0f' y1='%.0f' x2='%.0f' y2='%.0f' stroke='#9bb8d8' stroke-width='1.2'/>",
+        x, y - 4, x + 18, y - 4);
+    ith_buf_printf(out, "<text x='%.0f' y='%.0f'>loss</text>", x + 23, y);
+    ith_buf_printf(
+        out, "<line x1='%.0f' y1='%.0f' x2='%.0f' y2='%.0f' stroke='#1f5fa8' stroke-width='2.2'/>",
+        x + 62, y - 4, x + 80, y - 4);
+    ith_buf_printf(out, "<text x='%.0f' y='%.0f'>running mean</text>\n", x + 85, y);
+    if (has_eval)
+        ith_buf_printf(out,
+                       "<circle cx='%.0f' cy='%.0f' r='4' fill='#d1622b'/><text x='%.0f' "
+                       "y='%.0f'>evaluation</text>\n",
+                       x + 178, y - 4, x + 187, y);
+}
+
+void ith_loss_curve_svg(const ith_report_row *rows, int64_t count, const char *title, ith_buf *out)
+{
+    panel loss, rate;
+    int64_t bad = 0;
+    bool has_eval = false;
+    ranges(rows, count, &loss, &rate, &bad);
+    double height = rate.bottom + 48;
+    ith_buf_printf(
+        out,
+        "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 %d %.0f' width='%d' height='%.0f' ",
+        WIDTH, height, WIDTH, height);
+    ith_buf_puts(out, "font-family='sans-serif' font-size='12' fill='#333333'>\n<rect width='100%' "
+                      "height='100%' fill='white'/>\n");
+    ith_buf_printf(out, "<text x='%d' y='26' font-size='16' font-weight='bold'>", LEFT);
+    put_escaped(out, title);
+    ith_buf_puts(out, "</text>\n");
+    axes(out, &loss, 6, "loss");
+    axes(out, &rate, 2, "rate");
+    step_ticks(out, &rate);
+    polyline(out, &loss, rows, count, value_loss, "stroke='#9bb8d8' stroke-width='1.2'");
+    polyline(out, &loss, rows, count, value_mean, "stroke='#1f5fa8' stroke-width='2.2'");
+    polyline(out, &rate, rows, count, value_rate, "stroke='#6a9a4a' stroke-width='1.6'");
+    for (int64_t i = 0; i < count; i++)
+        if (rows[i].is_eval && isfinite(rows[i].loss)) {
+            ith_buf_printf(out, "<circle cx='%.1f' cy='%.1f' r='4' fill='#d1622b'/>\n",
+                           px(&loss, (double)rows[i].step), py(&loss, rows[i].loss));
+            has_eval = true;
+        }
+    legend(out, &loss, has_eval);
+    if (bad)
+        ith_buf_printf(out,
+                       "<text x='%d' y='42' fill='#b03020'>%lld rows without a finite loss are not "
+                       "drawn</text>\n",
+                       LEFT, (long long)bad);
+    ith_buf_puts(out, "</svg>\n");
+}

@@ -1,0 +1,284 @@
+/* trainer.c - the loop over optimizer steps.
+ * Invariants: 1. a checkpoint is the state between two steps; nothing else is carried over. 2.
+ * Files appear whole or not at all. 3. A run that did no step is an error. */
+#include "train/trainer.h"
+
+#include <math.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/file.h"
+#include "checkpoint/train_state.h"
+#include "train/schedule.h"
+#include "train/trainer_internal.h"
+
+typedef struct {
+    ith_trainer *t;
+    const ith_trainer_hooks *hooks;
+    ith_run_report *report;
+    ith_run_position at;
+    double matmul_rate; /* FLOP/s; NaN unknown */
+    double start_s;
+    int64_t save_steps; /* 0: only at the end */
+    /* since the last logged row */
+    double loss_sum, seconds, flops;
+    int64_t steps, tokens, labels;
+    ith_run_result result;
+} run;
+
+static double now_s(void)
+{
+    struct timespec ts;
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (double)ts.tv_sec + 1e-9 * (double)ts.tv_nsec;
+}
+
+ith_status ith_measure_matmul_rate(ith_session *session, ith_dtype dtype, double *out)
+{
+    ith_ctx ctx = session->ctx;
+    ctx.plan = NULL; /* memory of its own, given back */
+    int64_t n = session->cuda ? 8192 : 1024, bytes = n * n * ith_dtype_bytes(dtype);
+    void *mem[3] = {NULL, NULL, NULL};
+    ith_status status = ITH_OK;
+    double best = 0, end = 0;
+    for (int i = 0; i < 3; i++) {
+        ITH_TRY_OUT(ctx.device->alloc(ctx.device, bytes, &mem[i], ctx.err));
+        ITH_TRY_OUT(ctx.device->fill(ctx.device, mem[i], 0x3c, bytes, ctx.err));
+    }
+    ith_tensor y = ith_tensor_2d(mem[0], dtype, n, n), x = ith_tensor_2d(mem[1], dtype, n, n),
+               w = ith_tensor_2d(mem[2], dtype, n, n);
+    end = now_s() + 0.4;
+    for (int i = 0; i < 3 || now_s() < end; i++) {
+        double t0 = now_s();
+        ITH_TRY_OUT(ith_linear_forward(&ctx, y, x, w, false));
+        ITH_TRY_OUT(ctx.device->sync(ctx.device, ctx.err));
+        double rate = 2.0 * (double)n * (double)n * (double)n / (now_s() - t0);
+        best = i > 0 && rate > best ? rate : best;
+    }
+    *out = best;
+out:
+    for (int i = 0; i < 3; i++)
+        if (mem[i])
+            ctx.device->free(ctx.device, mem[i]);
+    return status;
+}
+
+static ith_report_row row_now(const run *r, double loss, double norm, double lr)
+{
+    const ith_plan *plan = r->t->session.ctx.plan;
+    int64_t bytes = 0;
+    for (int c = 0; c < ITH_MEM_CLASSES; c++)
+        bytes += c == ITH_MEM_HOST ? 0 : ith_plan_high(plan, (ith_mem_class)c);
+    double s = r->seconds > 0 ? r->seconds : (double)NAN;
+    return (ith_report_row){.step = r->at.step,
+                            .total_steps = r->t->total_steps,
+                            .epoch = r->at.epoch,
+                            .loss = loss,
+                            .grad_norm = norm,
+                            .learning_rate = lr,
+                            .tokens_per_s = (double)r->tokens / s,
+                            .mfu = r->flops / s / r->matmul_rate,
+                            .step_ms = 1e3 * s / (double)ith_max_i64(r->steps, 1),
+                            .tokens = r->tokens,
+                            .labels = r->labels,
+                            .peak_bytes = bytes,
+                            .elapsed_s = now_s() - r->start_s,
+                            .skipped = r->at.skipped};
+}
+
+static ith_status log_step(run *r, const ith_step_stats *stats, double lr)
+{
+    const ith_trainer_hooks *h = r->hooks;
+    bool last = r->at.step >= r->t->total_steps;
+    ith_report_row live = row_now(r, stats->loss, stats->grad_norm, lr);
+    if (h && h->progress)
+        h->progress(h->arg, &live);
+    if (r->at.step % ith_max_i64(r->t->config->logging_steps, 1) != 0 && !last)
+        return ITH_OK;
+    ith_report_row row = row_now(r, r->loss_sum / (double)r->steps, stats->grad_norm, lr);
+    if (h && h->row)
+        h->row(h->arg, &row);
+    r->loss_sum = r->seconds = r->flops = 0;
+    r->steps = r->tokens = r->labels = 0;
+    return ith_run_report_add(r->report, &row, r->t->session.ctx.err);
+}
+
+/* One optimizer step out of the batcher. */
+static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
+{
+    ith_trainer *t = r->t;
+    const ith_config *c = t->config;
+    double t0 = now_s(),
+           lr = ith_schedule_rate(&c->lr_scheduler, c->learning_rate, r->at.step, t->total_steps);
+    ith_step_begin(t->step, bs->weight_sum);
+    for (int64_t j = 0; j < bs->num_micro; j++) {
+        ith_micro_batch b;
+        ITH_TRY(ith_batcher_fill(t->batcher, j, &b, err));
+        if (b.num_tokens == 0)
+            continue;
+        ITH_TRY(ith_step_micro(t->step, &b));
+        r->tokens += b.num_tokens;
+        r->labels += b.num_labels;
+        r->flops += ith_model_flops(t->model, b.cu_seqlens, b.num_docs, b.num_labels).total;
+    }
+    ith_adamw_hyper h = {(float)lr,           (float)c->optim.beta1,        (float)c->optim.beta2,
+                         (float)c->optim.eps, (float)c->optim.weight_decay, r->at.updates + 1};
+    ith_step_stats stats;
+    ITH_TRY(ith_step_end(t->step, h, &stats));
+    r->seconds += now_s() - t0;
+    r->steps++;
+    r->loss_sum += stats.loss;
+    r->at.step++;
+    r->at.samples += bs->num_docs;
+    double in_epoch =
+        t->steps_per_epoch > 0 ? fmod((double)(r->at.step - 1), (double)t->steps_per_epoch) + 1 : 0;
+    r->at.epoch = bs->epoch_end
+                      ? (double)(bs->epoch + 1)
+                      : (double)bs->epoch + in_epoch / (double)ith_max_i64(t->steps_per_epoch, 1);
+    r->at.updates += !stats.skipped;
+    r->at.skipped += stats.skipped;
+    if (r->result.steps++ == 0)
+        r->result.first_loss = stats.loss;
+    r->result.last_loss = stats.loss;
+    if (stats.skipped && c->nonfinite == ITH_NONFINITE_STOP)
+        return ith_fail(err, ITH_ERR_RUN,
+                        "step %lld: gradients are not finite (loss %g); nothing was updated in it",
+                        (long long)r->at.step, stats.loss);
+    if (stats.skipped)
+        ith_trainer_say(r->hooks,
+                        "step %lld: gradients are not finite, no update (%lld skipped so far)",
+                        (long long)r->at.step, (long long)r->at.skipped);
+    return log_step(r, &stats, lr);
+}
+
+/* Mean loss per weight over the evaluation set. */
+static ith_status evaluate(run *r, ith_error *err)
+{
+    ith_trainer *t = r->t;
+    double loss = 0, weight = 0, t0 = now_s();
+    int64_t tokens = 0, labels = 0;
+    ith_batch_step bs;
+    ITH_TRY(ith_batcher_load(t->eval_batcher, t->eval_start, err));
+    while (ith_batcher_next(t->eval_batcher, &bs)) {
+        for (int64_t j = 0; j < bs.num_micro; j++) {
+            ith_micro_batch b;
+            ITH_TRY(ith_batcher_fill(t->eval_batcher, j, &b, err));
+            ITH_TRY(ith_step_eval(t->step, &b, &loss));
+            tokens += b.num_tokens;
+            labels += b.num_labels;
+        }
+        weight += bs.weight_sum;
+    }
+    double mean = weight > 0 ? loss / weight : (double)NAN;
+    ith_report_row row = row_now(r, mean, 0, 0);
+    row.is_eval = true;
+    row.tokens = tokens;
+    row.labels = labels;
+    row.step_ms = 1e3 * (now_s() - t0);
+    row.tokens_per_s = (double)tokens / (now_s() - t0);
+    row.mfu = (double)NAN;
+    r->result.eval_loss = mean;
+    if (isnan(r->at.best_eval) || mean < r->at.best_eval) {
+        r->at.best_eval = mean;
+        r->at.best_step = r->at.step;
+    }
+    if (r->hooks && r->hooks->row)
+        r->hooks->row(r->hooks->arg, &row);
+    return ith_run_report_add(r->report, &row, err);
+}
+
+static ith_status save(run *r, ith_error *err)
+{
+    ITH_TRY(ith_run_report_write(r->report, err));
+    ITH_TRY(ith_trainer_save(r->t, &r->at, err));
+    ith_trainer_say(r->hooks, "saved %s/checkpoint-%lld", r->t->config->output_dir,
+                    (long long)r->at.step);
+    return ITH_OK;
+}
+
+static ith_status loop(run *r, ith_error *err)
+{
+    ith_trainer *t = r->t;
+    const ith_config *c = t->config;
+    while (r->at.step < t->total_steps) {
+        ith_batch_step bs;
+        if (!ith_batcher_next(t->batcher, &bs))
+            break;
+        ITH_TRY(train_step(r, &bs, err));
+        bool last = r->at.step >= t->total_steps;
+        bool eval_due = c->eval_strategy == ITH_EVAL_EPOCH ? bs.epoch_end
+                                                           : (c->eval_strategy == ITH_EVAL_STEPS &&
+                                                              r->at.step % c->eval_steps == 0);
+        if (t->eval_batcher && (eval_due || (last && c->eval_strategy != ITH_EVAL_NO)))
+            ITH_TRY(evaluate(r, err));
+        int asked = r->hooks && r->hooks->poll ? r->hooks->poll(r->hooks->arg) : 0;
+        bool due = r->save_steps > 0 && r->at.step % r->save_steps == 0;
+        if (due || (asked && !last))
+            ITH_TRY(save(r, err));
+        if ((asked & ITH_POLL_STOP) && !last) {
+            r->result.stopped = true;
+            return ITH_OK;
+        }
+    }
+    return ITH_OK;
+}
+
+/* Weights from the model or from a checkpoint, as the config asks. */
+static ith_status begin(run *r, ith_error *err)
+{
+    ith_trainer *t = r->t;
+    const char *from = t->config->resume_from_checkpoint;
+    ith_buf path = {0};
+    ith_status status = ITH_OK;
+    if (from && strcmp(from, "auto") == 0) {
+        status = ith_train_state_find_latest(t->config->output_dir, &path, err);
+        if (status == ITH_OK && path.len == 0)
+            ith_trainer_say(r->hooks, "no complete checkpoint in %s: starting anew",
+                            t->config->output_dir);
+    } else if (from) {
+        ith_buf_puts(&path, from);
+    }
+    if (status == ITH_OK)
+        status = ith_buf_check(&path, "resume_from_checkpoint", err);
+    if (status == ITH_OK && path.len) {
+        status = ith_trainer_resume(t, path.data, &r->at, err);
+        if (status == ITH_OK)
+            ith_trainer_say(r->hooks, "resumed %s", path.data);
+    } else if (status == ITH_OK) {
+        status = ith_trainer_load_weights(t, err);
+    }
+    ith_buf_deinit(&path);
+    return status;
+}
+
+ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_run_result *out,
+                           ith_error *err)
+{
+    const ith_config *c = t->config;
+    run r = {.t = t, .hooks = hooks, .start_s = now_s(), .matmul_rate = (double)NAN};
+    r.at.best_eval = r.result.eval_loss = r.result.first_loss = r.result.last_loss = (double)NAN;
+    if (c->save_steps != ITH_CONFIG_UNSET)
+        r.save_steps = c->save_steps;
+    if (!isnan(c->save_epochs))
+        r.save_steps = ith_max_i64(1, (int64_t)((double)t->steps_per_epoch * c->save_epochs));
+    ITH_TRY(ith_make_dirs(c->output_dir, err));
+    ITH_TRY(ith_measure_matmul_rate(&t->session, t->model->dtype, &r.matmul_rate));
+    ITH_TRY(begin(&r, err));
+    ITH_TRY(ith_run_report_open(&r.report, c->output_dir, r.at.step,
+                                c->report_to & ITH_REPORT_TENSORBOARD, err));
+    r.start_s = now_s();
+    ith_status status = loop(&r, err);
+    if (status == ITH_OK && r.at.step == 0)
+        status = ith_fail(err, ITH_ERR_RUN, "no optimizer step was done");
+    if (status == ITH_OK && !r.result.stopped) {
+        status = ith_trainer_export(t, c->output_dir, err);
+        ith_trainer_say(
+            hooks, status == ITH_OK ? "wrote the model to %s" : "could not write the model to %s",
+            c->output_dir);
+    }
+    ith_status closed = ith_run_report_close(r.report, status == ITH_OK ? err : NULL);
+    r.result.seconds = now_s() - r.start_s;
+    r.result.skipped = r.at.skipped;
+    *out = r.result;
+    return status == ITH_OK ? closed : status;
+}

@@ -1,0 +1,67 @@
+/* trainer.h - a whole run: open everything, loop over optimizer steps, evaluate, save, resume,
+ * export.
+ *
+ * The run is a function of its config: bit-equal when repeated on the same machine and layout, and
+ * when interrupted and resumed. Errors of the request come before any weight is read. */
+#ifndef ITH_TRAIN_TRAINER_H
+#define ITH_TRAIN_TRAINER_H
+
+#include "config/config.h"
+#include "kernels/session.h"
+#include "report/run_report.h"
+#include "train/step.h"
+
+/* What the outside asks for between two steps. */
+enum { ITH_POLL_STOP = 1, ITH_POLL_SAVE = 2 };
+
+typedef struct {
+    int (*poll)(void *arg); /* bits above; NULL: never */
+    void (*row)(
+        void *arg,
+        const ith_report_row *row); /* every logged step and evaluation; NULL: nobody looks */
+    void (*progress)(void *arg, const ith_report_row *row); /* every step, for a live line; NULL */
+    void (*text)(void *arg,
+                 const char *text); /* one line of news: "loading ...", "saved ..."; NULL */
+    void *arg;
+} ith_trainer_hooks;
+
+/* Everything that is open during a run. `ith_trainer_open` without weights serves `ithaca plan` as
+ * well. */
+typedef struct {
+    const ith_config *config;
+    ith_config_layout layout;
+    ith_hf_config hf;
+    ith_tokenizer *tokenizer;
+    ith_chat *chat;
+    ith_samples *samples, *eval_samples; /* eval_samples may be NULL, or samples when split */
+    ith_batcher *batcher, *eval_batcher;
+    int64_t *train_subset, *eval_subset;
+    json_t *eval_start; /* state of eval_batcher before its first step */
+    ith_session session;
+    ith_model *model;
+    ith_step *step;
+    int64_t total_steps, steps_per_epoch;
+} ith_trainer;
+
+/* Config checks, model config, tokenizer, data, batches, memory plan. plan_only: no memory is
+ * taken, no device needed. On failure everything is closed. */
+ith_status ith_trainer_open(ith_trainer *t, const ith_config *config, bool plan_only,
+                            const ith_trainer_hooks *hooks, ith_error *err);
+void ith_trainer_close(ith_trainer *t);
+
+typedef struct {
+    int64_t steps, skipped;
+    double first_loss, last_loss, eval_loss; /* NaN when there is none */
+    bool stopped;                            /* by ITH_POLL_STOP, after saving */
+    double seconds, tokens_per_s;
+} ith_run_result;
+
+/* Reads weights or resumes, trains, writes the model to output_dir. */
+ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_run_result *out,
+                           ith_error *err);
+
+/* FLOP/s of matrix products that this ctx reaches on a large shape, measured (about half a second).
+ */
+ith_status ith_measure_matmul_rate(ith_session *session, ith_dtype dtype, double *out);
+
+#endif

@@ -1,0 +1,211 @@
+/* trainer_files.c - weights in, checkpoints in and out, the finished model directory.
+ * Invariant: everything on disk is by Hugging Face tensor name, so a checkpoint does not depend on
+ * flat layouts. */
+#include <math.h>
+#include <string.h>
+
+#include "checkpoint/model_dir.h"
+#include "checkpoint/train_state.h"
+#include "train/trainer_internal.h"
+
+#define STAGING_BYTES ((int64_t)4 << 20)
+
+ith_status ith_trainer_load_weights(ith_trainer *t, ith_error *err)
+{
+    ith_st_reader *reader = NULL;
+    ITH_TRY(ith_st_open(&reader, t->config->model, err));
+    ith_status status =
+        ith_model_load(t->model, &t->session.ctx, reader, t->model->w, t->step->master);
+    ith_st_close(reader);
+    return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s", t->config->model);
+}
+
+/* What a push callback reads: one flat buffer. */
+typedef struct {
+    ith_trainer *t;
+    ith_tensor flat;
+    char *staging;
+} flat_source;
+
+/* Calls put(arg, bytes) for all of piece i in order. */
+static ith_status stream_piece(flat_source *s, int64_t i,
+                               ith_status (*put)(void *arg, const void *data, int64_t bytes,
+                                                 ith_error *err),
+                               void *arg, ith_error *err)
+{
+    int64_t size = ith_dtype_bytes(s->flat.dtype), count = s->t->model->pieces[i].count;
+    for (int64_t done = 0; done < count;) {
+        int64_t n = ith_min_i64(STAGING_BYTES / size, count - done);
+        ITH_TRY(
+            ith_model_download(s->t->model, &s->t->session.ctx, s->flat, i, done, n, s->staging));
+        ITH_TRY(put(arg, s->staging, n * size, err));
+        done += n;
+    }
+    return ITH_OK;
+}
+
+static ith_status put_state(void *arg, const void *data, int64_t bytes, ith_error *err)
+{
+    return ith_st_writer_push(arg, data, bytes, err);
+}
+
+static ith_status push_state(void *arg, int64_t i, ith_st_writer *writer, ith_error *err)
+{
+    return stream_piece(arg, i, put_state, writer, err);
+}
+
+static ith_status put_model(void *arg, const void *data, int64_t bytes, ith_error *err)
+{
+    return ith_model_push(arg, data, bytes, err);
+}
+
+static ith_status push_model(void *arg, int64_t i, ith_model_sink *sink, ith_error *err)
+{
+    return stream_piece(arg, i, put_model, sink, err);
+}
+
+ith_status ith_trainer_export(ith_trainer *t, const char *dir, ith_error *err)
+{
+    const ith_model *m = t->model;
+    const ith_config *c = t->config;
+    flat_source source = {t, t->step->master.ndim ? t->step->master : m->w, NULL};
+    ith_st_entry *tensors = NULL;
+    ith_st_reader *reader = NULL;
+    ith_status status = ITH_OK;
+    ITH_TRY_OUT(ith_alloc((void **)&source.staging, STAGING_BYTES, "staging", err));
+    ITH_TRY_OUT(
+        ith_alloc_zero((void **)&tensors, m->num_pieces, sizeof *tensors, "tensor list", err));
+    ITH_TRY_OUT(ith_st_open(&reader, c->model, err));
+    for (int64_t i = 0; i < m->num_pieces; i++) {
+        const ith_hf_piece *p = &m->pieces[i];
+        tensors[i] =
+            (ith_st_entry){.name = p->hf_name, .dtype = source.flat.dtype, .ndim = p->ndim};
+        memcpy(tensors[i].shape, p->shape, sizeof p->shape);
+    }
+    ith_model_write w = {.source = c->model,
+                         .weights = reader,
+                         .tensors = tensors,
+                         .count = m->num_pieces,
+                         .push = push_model,
+                         .push_arg = &source,
+                         .set_dtype = c->save_dtype != ITH_DTYPE_AUTO,
+                         .dtype = c->save_dtype == ITH_DTYPE_F32
+                                      ? ITH_F32
+                                      : (c->save_dtype == ITH_DTYPE_F16 ? ITH_F16 : ITH_BF16),
+                         .max_shard_bytes = c->max_shard_size > 0 ? c->max_shard_size : 0};
+    status = ith_model_dir_write(dir, &w, err);
+out:
+    ith_st_close(reader);
+    ith_free(tensors);
+    ith_free(source.staging);
+    return status;
+}
+
+static ith_status write_hf(void *arg, const char *dir, ith_error *err)
+{
+    return ith_trainer_export(arg, dir, err);
+}
+
+/* The groups of a checkpoint: weights (master where there is one), m, v. */
+#define NUM_GROUPS 3
+typedef struct {
+    ith_state_group groups[NUM_GROUPS];
+    flat_source sources[NUM_GROUPS];
+    ith_state_tensor *tensors[NUM_GROUPS];
+    char *staging;
+} group_list;
+
+static void free_groups(group_list *g)
+{
+    for (int i = 0; i < NUM_GROUPS; i++)
+        ith_free(g->tensors[i]);
+    ith_free(g->staging);
+}
+
+static ith_status make_groups(ith_trainer *t, group_list *g, ith_error *err)
+{
+    static const char *const names[NUM_GROUPS] = {"weights", "adam_m", "adam_v"};
+    const ith_step *s = t->step;
+    const ith_tensor flats[NUM_GROUPS] = {s->master.ndim ? s->master : t->model->w, s->m, s->v};
+    memset(g, 0, sizeof *g);
+    ITH_TRY(ith_alloc((void **)&g->staging, STAGING_BYTES, "staging", err));
+    for (int k = 0; k < NUM_GROUPS; k++) {
+        ITH_TRY(ith_alloc_zero((void **)&g->tensors[k], t->model->num_pieces, sizeof **g->tensors,
+                               "tensor list", err));
+        for (int64_t i = 0; i < t->model->num_pieces; i++) {
+            const ith_hf_piece *p = &t->model->pieces[i];
+            g->tensors[k][i] =
+                (ith_state_tensor){.name = p->hf_name, .dtype = flats[k].dtype, .ndim = p->ndim};
+            memcpy(g->tensors[k][i].shape, p->shape, sizeof p->shape);
+        }
+        g->sources[k] = (flat_source){t, flats[k], g->staging};
+        g->groups[k] = (ith_state_group){names[k], g->tensors[k], t->model->num_pieces, push_state,
+                                         &g->sources[k]};
+    }
+    return ITH_OK;
+}
+
+ith_status ith_trainer_save(ith_trainer *t, const ith_run_position *at, ith_error *err)
+{
+    group_list g;
+    json_t *data = NULL, *state = NULL;
+    ith_status status = make_groups(t, &g, err);
+    if (status == ITH_OK)
+        status = ith_batcher_save(t->batcher, &data, err);
+    if (status == ITH_OK) {
+        state = json_pack("{s:I, s:I, s:O}", "updates", (json_int_t)at->updates, "skipped",
+                          (json_int_t)at->skipped, "data", data);
+        if (!state)
+            status = ith_fail(err, ITH_ERR_MEMORY, "out of memory for the training state");
+    }
+    if (status == ITH_OK) {
+        ith_train_save save = {
+            .progress = {at->step, at->samples, at->epoch, !isnan(at->best_eval),
+                         isnan(at->best_eval) ? 0.0 : at->best_eval, at->best_step},
+            .state = state,
+            .groups = g.groups,
+            .num_groups = NUM_GROUPS,
+            .save_total_limit =
+                t->config->save_total_limit == ITH_CONFIG_UNSET ? 0 : t->config->save_total_limit,
+            .write_hf = t->config->save_ckpt_as_hf ? write_hf : NULL,
+            .write_hf_arg = t};
+        status = ith_train_state_save(t->config->output_dir, &save, err);
+    }
+    json_decref(state);
+    json_decref(data);
+    free_groups(&g);
+    return status;
+}
+
+static ith_status load_group(ith_trainer *t, const char *path, const char *group, ith_tensor flat,
+                             ith_tensor second, ith_error *err)
+{
+    ith_st_reader *reader = NULL;
+    ITH_TRY(ith_train_state_open_group(&reader, path, group, err));
+    ith_status status = ith_model_load(t->model, &t->session.ctx, reader, flat, second);
+    ith_st_close(reader);
+    return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s: %s", path, group);
+}
+
+ith_status ith_trainer_resume(ith_trainer *t, const char *path, ith_run_position *at,
+                              ith_error *err)
+{
+    ith_train_progress p;
+    json_t *state = NULL;
+    ITH_TRY(ith_train_state_load(path, NULL, 0, &p, &state, err));
+    ith_status status = ith_batcher_load(t->batcher, json_object_get(state, "data"), err);
+    if (status == ITH_OK)
+        *at = (ith_run_position){.step = p.global_step,
+                                 .updates = json_integer_value(json_object_get(state, "updates")),
+                                 .skipped = json_integer_value(json_object_get(state, "skipped")),
+                                 .samples = p.samples_seen,
+                                 .epoch = p.epoch,
+                                 .best_eval = p.has_best ? p.best_metric : (double)NAN,
+                                 .best_step = p.best_global_step};
+    json_decref(state);
+    if (status != ITH_OK)
+        return ith_wrap(err, status, "%s", path);
+    ITH_TRY(load_group(t, path, "weights", t->model->w, t->step->master, err));
+    ITH_TRY(load_group(t, path, "adam_m", t->step->m, ith_tensor_none(), err));
+    return load_group(t, path, "adam_v", t->step->v, ith_tensor_none(), err);
+}

@@ -1,0 +1,29 @@
+/* trainer_internal.h - parts of trainer.c. */
+#ifndef ITH_TRAIN_TRAINER_INTERNAL_H
+#define ITH_TRAIN_TRAINER_INTERNAL_H
+
+#include "train/trainer.h"
+
+/* Where a run stands between two steps; all of it is saved. */
+typedef struct {
+    int64_t step;    /* optimizer steps done, skipped ones included */
+    int64_t updates; /* AdamW's t: real updates */
+    int64_t samples, skipped;
+    double epoch;
+    double best_eval; /* NaN: none yet */
+    int64_t best_step;
+} ith_run_position;
+
+void ith_trainer_say(const ith_trainer_hooks *hooks, const char *fmt, ...) ITH_PRINTF(2, 3);
+
+/* Weights from the model directory. */
+ith_status ith_trainer_load_weights(ith_trainer *t, ith_error *err);
+/* OUTPUT_DIR/checkpoint-<step>, atomically. */
+ith_status ith_trainer_save(ith_trainer *t, const ith_run_position *at, ith_error *err);
+/* path: a checkpoint directory. */
+ith_status ith_trainer_resume(ith_trainer *t, const char *path, ith_run_position *at,
+                              ith_error *err);
+/* A complete Hugging Face directory at `dir`. */
+ith_status ith_trainer_export(ith_trainer *t, const char *dir, ith_error *err);
+
+#endif

@@ -1,0 +1,155 @@
+/* trainer_open.c - opening a run, cheapest mistakes first: request, model config, tokenizer, data,
+ * memory plan. */
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/file.h"
+#include "train/trainer_internal.h"
+
+void ith_trainer_say(const ith_trainer_hooks *hooks, const char *fmt, ...)
+{
+    if (!hooks || !hooks->text)
+        return;
+    char text[1024];
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text, sizeof text, fmt, args);
+    va_end(args);
+    hooks->text(hooks->arg, text);
+}
+
+static ith_status open_model_files(ith_trainer *t, ith_error *err)
+{
+    const char *dir = t->config->model;
+    if (!ith_path_is_dir(dir))
+        return ith_fail(err, ITH_ERR_USAGE,
+                        "model: %s is not a directory here (download the model first, e.g. with "
+                        "`hf download %s "
+                        "--local-dir DIR`, and give DIR)",
+                        dir, dir);
+    ITH_TRY(ith_hf_config_load(&t->hf, dir, err));
+    ITH_TRY(ith_tokenizer_open(&t->tokenizer, dir, err));
+    ITH_TRY(ith_chat_open(&t->chat, dir, t->config->custom_chat_template, t->tokenizer, err));
+    if (ith_tokenizer_size(t->tokenizer) > t->hf.vocab_size)
+        return ith_fail(err, ITH_ERR_FORMAT,
+                        "%s: the tokenizer has ids up to %lld, vocab_size of config.json is %lld",
+                        dir, (long long)ith_tokenizer_size(t->tokenizer) - 1,
+                        (long long)t->hf.vocab_size);
+    return ITH_OK;
+}
+
+static ith_status open_data(ith_trainer *t, ith_error *err)
+{
+    const ith_config *c = t->config;
+    if (!c->train_dataset)
+        return ith_fail(
+            err, ITH_ERR_USAGE,
+            "train_dataset: nothing to train on (give a .jsonl, .json or data-set .yaml)");
+    ith_samples_options o =
+        ith_samples_options_from(c, false, t->tokenizer, t->chat, t->session.pool);
+    ITH_TRY(ith_samples_open(&t->samples, &o, err));
+    int64_t num_train = 0, num_eval = 0;
+    if (c->eval_dataset) {
+        o = ith_samples_options_from(c, true, t->tokenizer, t->chat, t->session.pool);
+        ITH_TRY(ith_samples_open(&t->eval_samples, &o, err));
+    } else if (c->eval_split_ratio > 0) {
+        ITH_TRY(ith_samples_split(t->samples, c->eval_split_ratio, (uint64_t)c->seed,
+                                  &t->train_subset, &num_train, &t->eval_subset, &num_eval, err));
+        t->eval_samples = t->samples;
+    }
+    ith_batcher_options b = ith_batcher_options_from(c, &t->layout, 0);
+    b.subset = t->train_subset;
+    b.num_subset = num_train;
+    ITH_TRY(ith_batcher_create(&t->batcher, t->samples, &b, err));
+    if (t->eval_samples) {
+        b = ith_batcher_eval_options(c, &t->layout, 0);
+        b.subset = t->eval_subset;
+        b.num_subset = num_eval;
+        ITH_TRY(ith_batcher_create(&t->eval_batcher, t->eval_samples, &b, err));
+        ITH_TRY(ith_batcher_save(t->eval_batcher, &t->eval_start, err));
+    }
+    t->steps_per_epoch = ith_batcher_steps_per_epoch(t->batcher);
+    t->total_steps = c->max_steps > 0 ? c->max_steps : ith_batcher_total_steps(t->batcher);
+    if (t->total_steps <= 0)
+        return ith_fail(err, ITH_ERR_USAGE, "%s: %lld samples make no optimizer step",
+                        c->train_dataset, (long long)ith_samples_count(t->samples));
+    return ITH_OK;
+}
+
+static ith_step_config step_config(const ith_trainer *t)
+{
+    const ith_config *c = t->config;
+    ith_batch_limits a = ith_batcher_limits(t->batcher), e = {0};
+    if (t->eval_batcher)
+        e = ith_batcher_limits(t->eval_batcher);
+    ith_step_config s = {
+        .max_tokens = ith_max_i64(a.max_tokens, e.max_tokens),
+        .max_docs = ith_max_i64(a.max_docs, e.max_docs),
+        .max_labels = ith_max_i64(a.max_labels, e.max_labels),
+        .max_doc_tokens = ith_max_i64(a.max_doc_tokens, e.max_doc_tokens),
+        .chunk_rows = c->chunk_loss_size == ITH_CONFIG_UNSET ? 0 : c->chunk_loss_size,
+        .training = true,
+        .fp32_master = c->master_dtype != ITH_DTYPE_BF16,
+        .bf16_moments = c->master_dtype == ITH_DTYPE_BF16,
+        .keep = c->recompute == ITH_RECOMPUTE_AUTO ? -1 : (int)c->recompute - ITH_RECOMPUTE_NONE,
+        .memory_limit = c->memory_limit == ITH_CONFIG_UNSET ? 0 : c->memory_limit,
+        .max_grad_norm = (float)c->max_grad_norm,
+        .seed = (uint64_t)c->seed};
+    return s;
+}
+
+static ith_status open_step(ith_trainer *t, bool plan_only, ith_error *err)
+{
+    _Static_assert(ITH_RECOMPUTE_ATTENTION - ITH_RECOMPUTE_NONE == ITH_KEEP_ATTENTION &&
+                      ITH_RECOMPUTE_FULL - ITH_RECOMPUTE_NONE == ITH_KEEP_INPUT,
+                  "recompute names what keep does not");
+    ith_dtype dtype = ith_config_param_dtype(t->config) == ITH_DTYPE_F32 ? ITH_F32 : ITH_BF16;
+    ith_step_config s = step_config(t);
+    ITH_TRY(ith_model_create(&t->model, &t->hf, dtype, s.max_doc_tokens, err));
+    t->session.ctx.deterministic = t->config->full_determinism;
+    return ith_step_create(&t->step, t->model, &t->session.ctx, &s, plan_only);
+}
+
+ith_status ith_trainer_open(ith_trainer *t, const ith_config *config, bool plan_only,
+                            const ith_trainer_hooks *hooks, ith_error *err)
+{
+    memset(t, 0, sizeof *t);
+    t->config = config;
+    ith_status status = ITH_OK;
+    ITH_TRY_OUT(ith_config_check_supported(config, err));
+    ITH_TRY_OUT(ith_config_resolve_layout(config, 1, &t->layout, err));
+    ITH_TRY_OUT(open_model_files(t, err));
+    static const ith_use_device use[] = {ITH_USE_AUTO, ITH_USE_CPU, ITH_USE_CUDA};
+    ITH_TRY_OUT(ith_session_open(&t->session, use[config->device], 0, (int)config->threads,
+                                 plan_only, err));
+    ITH_TRY_OUT(open_data(t, err));
+    ith_trainer_say(
+        hooks, "data: %lld samples, %lld tokens, %lld steps per epoch, %lld steps in all",
+        (long long)ith_samples_count(t->samples), (long long)ith_samples_num_tokens(t->samples),
+        (long long)t->steps_per_epoch, (long long)t->total_steps);
+    ITH_TRY_OUT(open_step(t, plan_only, err));
+    return ITH_OK;
+out:
+    ith_trainer_close(t);
+    return status;
+}
+
+void ith_trainer_close(ith_trainer *t)
+{
+    ith_step_destroy(t->step);
+    ith_model_destroy(t->model);
+    ith_session_close(&t->session);
+    ith_batcher_destroy(t->batcher);
+    ith_batcher_destroy(t->eval_batcher);
+    if (t->eval_samples != t->samples)
+        ith_samples_close(t->eval_samples);
+    ith_samples_close(t->samples);
+    json_decref(t->eval_start);
+    ith_free(t->train_subset);
+    ith_free(t->eval_subset);
+    ith_chat_close(t->chat);
+    ith_tokenizer_close(t->tokenizer);
+    ith_hf_config_deinit(&t->hf);
+    memset(t, 0, sizeof *t);
+}
