@@ -187,7 +187,7 @@ typedef struct {
     double max_grad_norm;                /* 0: no clipping */
     bool bf16;
     bool enable_activation_checkpointing;
-    ith_recompute recompute;
+    ith_recompute recompute; /* AUTO only with enable_activation_checkpointing */
     int64_t chunk_loss_size; /* rows per chunk; ITH_CONFIG_UNSET: chosen by the program */
     ith_nonfinite nonfinite;
     ith_optim_config optim;

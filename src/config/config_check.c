@@ -121,6 +121,8 @@ static ith_status check_training(ith_config *c, ith_error *err)
         return ith_config_fail(c, "max_steps", err, "found 0 (use 1 or more, -1 or null)");
     if (c->max_steps == -1)
         c->max_steps = ITH_CONFIG_UNSET;
+    if (c->recompute == ITH_RECOMPUTE_AUTO && !c->enable_activation_checkpointing)
+        c->recompute = ITH_RECOMPUTE_NONE;
     return ITH_OK;
 }
 

@@ -138,7 +138,7 @@ const config_row ith_config_rows[] = {
 {"seed", TRAINING, KEY_INT, AT(seed), "42", AT_LEAST(0),
  .help = "Seed of everything random."},
 {"full_determinism", TRAINING, KEY_BOOL, AT(full_determinism), "false",
- NOT_NEEDED = "runs are always deterministic", .help = "Accepted from LlamaFactory files."},
+ .help = "Use only kernels whose result is the same bit for bit on every run. The CPU's always are."},
 {"verify", TRAINING, KEY_BOOL, AT(verify), "false",
  .help = "Extra checks at every step: gradients present, finite and cleared, weights equal across "
          "processes. Slower."},
@@ -235,6 +235,7 @@ const config_row ith_config_rows[] = {
 {"mp_shard_size", MACHINE, KEY_INT, AT(mp_shard_size), "null", AT_LEAST(1), .nullable = true,
  .help = "Processes that share one copy; null: the rest."},
 {"dist_timeout", MACHINE, KEY_INT, AT(dist_timeout), "18000", AT_LEAST(1),
+ NOT_NEEDED = "one process waits for no other",
  .help = "Seconds before a lost process ends the run."},
 {"dist_config", MACHINE, KEY_PLUGIN, AT(dist.name), "null", .nullable = true,
  .words = "- fsdp2 fsdpturbo deepspeed",

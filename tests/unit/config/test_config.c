@@ -108,6 +108,25 @@ static void test_values_are_read(void **state)
     ith_config_deinit(&c);
 }
 
+static void test_recompute_is_none_without_activation_checkpointing(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *text;
+        ith_recompute expected;
+    } cases[] = {{"", ITH_RECOMPUTE_AUTO},
+                 {"enable_activation_checkpointing: false", ITH_RECOMPUTE_NONE},
+                 {"enable_activation_checkpointing: false\nrecompute: full", ITH_RECOMPUTE_FULL},
+                 {"recompute: attention", ITH_RECOMPUTE_ATTENTION}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        ith_config c;
+        ith_error err = {0};
+        assert_ok(parse(&c, cases[i].text, &err), err);
+        assert_int_equal(c.recompute, cases[i].expected);
+        ith_config_deinit(&c);
+    }
+}
+
 static void test_learning_rate_takes_every_usual_form(void **state)
 {
     (void)state;
@@ -501,6 +520,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_defaults_are_llamafactory_s),
         cmocka_unit_test(test_values_are_read),
+        cmocka_unit_test(test_recompute_is_none_without_activation_checkpointing),
         cmocka_unit_test(test_learning_rate_takes_every_usual_form),
         cmocka_unit_test(test_mistakes_are_exact_lines),
         cmocka_unit_test(test_all_mistakes_are_reported_in_file_order),
