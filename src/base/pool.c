@@ -5,11 +5,13 @@
 #include "base/pool.h"
 
 #include "base/checked.h"
+#include "base/env.h"
 #include "base/mem.h"
 
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 #define SPIN_ROUNDS 4000
@@ -81,14 +83,29 @@ static void *worker(void *param)
     }
 }
 
+/* ITH_THREADS, else the cores this process may use. */
+static ith_status default_threads(int *out, ith_error *err)
+{
+    const char *text = ith_env(ITH_ENV_THREADS);
+    cpu_set_t set;
+    if (text) {
+        char *end = NULL;
+        long value = strtol(text, &end, 10);
+        if (*end || value < 1 || value > 4096)
+            return ith_fail(err, ITH_ERR_USAGE,
+                            "ITH_THREADS: found '%.40s' (use an integer from 1 to 4096)", text);
+        *out = (int)value;
+    } else {
+        *out = sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set)
+                                                           : (int)sysconf(_SC_NPROCESSORS_ONLN);
+    }
+    return ITH_OK;
+}
+
 ith_status ith_pool_create(ith_pool **out, int num_threads, ith_error *err)
 {
-    if (num_threads <= 0) {
-        cpu_set_t set;
-        num_threads = sched_getaffinity(0, sizeof set, &set) == 0
-                          ? CPU_COUNT(&set)
-                          : (int)sysconf(_SC_NPROCESSORS_ONLN);
-    }
+    if (num_threads <= 0)
+        ITH_TRY(default_threads(&num_threads, err));
     if (num_threads < 1)
         num_threads = 1;
     ith_pool *pool = NULL;

@@ -18,7 +18,7 @@ typedef struct ith_pool ith_pool;
  * scratch. */
 typedef void (*ith_task)(void *arg, int64_t begin, int64_t end, int thread);
 
-/* num_threads <= 0: all cores this process may use. */
+/* num_threads <= 0: ITH_THREADS, or all cores this process may use. */
 ith_status ith_pool_create(ith_pool **out, int num_threads, ith_error *err);
 void ith_pool_destroy(ith_pool *pool);
 int ith_pool_threads(const ith_pool *pool); /* pool may be NULL: 1 */

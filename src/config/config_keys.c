@@ -221,7 +221,7 @@ const config_row ith_config_rows[] = {
 {"device", MACHINE, KEY_ENUM, AT(device), "auto", .words = "auto cpu cuda",
  .help = "auto: cuda when the plug-in finds a device, else cpu."},
 {"threads", MACHINE, KEY_INT, AT(threads), "0", FROM_TO(0, 4096),
- .help = "Compute threads on the CPU; 0 is all cores (ITH_THREADS overrules)."},
+ .help = "Compute threads on the CPU; 0 is ITH_THREADS, or all cores."},
 {"memory_limit", MACHINE, KEY_SIZE, AT(memory_limit), "null", AT_LEAST(1), .nullable = true,
  .help = "Most memory the run may plan for, such as 24GiB; null: what the machine has."},
 {"dp_size", MACHINE, KEY_INT, AT(dp_size), "null", AT_LEAST(1), .nullable = true,
