@@ -4,6 +4,7 @@
 #include "base/checked.h"
 #include "base/file.h"
 
+#include <pthread.h>
 #include <string.h>
 
 /* jansson's lexer ignores a failed allocation and drops a byte of the string: we do not. */
@@ -16,10 +17,18 @@ static void *json_alloc(size_t bytes)
     return ptr;
 }
 
+/* Once: rows are parsed by many threads. */
+static pthread_once_t alloc_once = PTHREAD_ONCE_INIT;
+
+static void set_alloc_funcs(void)
+{
+    json_set_alloc_funcs(json_alloc, ith_free);
+}
+
 static ith_status parse(json_t **out, const char *text, int64_t len, const char *name, size_t flags,
                         ith_error *err)
 {
-    json_set_alloc_funcs(json_alloc, ith_free);
+    pthread_once(&alloc_once, set_alloc_funcs);
     alloc_failed = false;
     if (len >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0) {
         text += 3;
@@ -97,8 +106,11 @@ static int dump_to_buf(const char *data, size_t len, void *arg)
 ith_status ith_json_dump(const json_t *value, bool spaced, ith_buf *out, ith_error *err)
 {
     size_t flags = JSON_ENCODE_ANY | (spaced ? 0 : JSON_COMPACT);
+    alloc_failed = false;
     if (json_dump_callback(value, dump_to_buf, out, flags) != 0) {
         ITH_TRY(ith_buf_check(out, "json", err));
+        if (alloc_failed)
+            return ith_fail(err, ITH_ERR_MEMORY, "out of memory to write JSON");
         return ith_fail(err, ITH_ERR_FORMAT, "value cannot be written as JSON");
     }
     return ITH_OK;
