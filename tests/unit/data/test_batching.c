@@ -1,0 +1,719 @@
+/* Batching: which samples go together, the packed arrays, ends of epochs, ranks and resume. Samples
+ * are made from lengths; composition rules are those of LlamaFactory v1. */
+#include "testing.h"
+
+#include "data/batching.h"
+#include "data/best_fit.h"
+
+#define MAX_SAMPLES 4096
+
+static ith_error err;
+
+/* Sample i has lengths[i] ids i * 100, i * 100 + 1, ...: ids tell where a token came from. */
+static ith_samples *make_samples(const int64_t *lengths, int64_t count)
+{
+    int64_t total = 0, at = 0;
+    for (int64_t i = 0; i < count; i++)
+        total += lengths[i];
+    int32_t *ids = calloc((size_t)total, 4);
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t t = 0; t < lengths[i]; t++)
+            ids[at++] = (int32_t)(i * 100 + t);
+    ith_samples *samples = NULL;
+    assert_ok(ith_samples_from_arrays(&samples, count, lengths, ids, NULL, &err), err);
+    free(ids);
+    return samples;
+}
+
+static ith_batcher_options options_of(ith_batching strategy, int64_t cutoff, int64_t m,
+                                      int64_t accum)
+{
+    return (ith_batcher_options){.strategy = strategy,
+                                 .micro_batch_size = m,
+                                 .cutoff_len = cutoff,
+                                 .grad_accum = accum,
+                                 .dp_size = 1,
+                                 .seed = 7,
+                                 .num_epochs = 1};
+}
+
+static ith_batcher *make_batcher(const ith_samples *samples, ith_batcher_options o)
+{
+    ith_batcher *b = NULL;
+    assert_ok(ith_batcher_create(&b, samples, &o, &err), err);
+    return b;
+}
+
+/* "0,1,2 3" : entries of each micro-batch of the current step. */
+static void step_text(ith_batcher *b, const ith_batch_step *step, ith_buf *out)
+{
+    for (int64_t j = 0; j < step->num_micro; j++) {
+        ith_micro_batch mb;
+        assert_ok(ith_batcher_fill(b, j, &mb, &err), err);
+        for (int64_t d = 0; d < mb.num_docs; d++)
+            ith_buf_printf(out, "%s%lld", d ? "," : (j ? " " : ""), (long long)mb.sample[d]);
+        if (mb.num_docs == 0)
+            ith_buf_puts(out, j ? " -" : "-");
+    }
+}
+
+/* All steps that are left, joined by " | "; at most `most` of them. */
+static char *run_text(ith_batcher *b, int64_t most)
+{
+    static ith_buf out;
+    ith_buf_clear(&out);
+    ith_buf_puts(&out, "");
+    ith_batch_step step;
+    for (int64_t i = 0; i < most && ith_batcher_next(b, &step); i++) {
+        ith_buf_puts(&out, i ? " | " : "");
+        step_text(b, &step, &out);
+    }
+    return out.data;
+}
+
+static void expect_run(const int64_t *lengths, int64_t count, ith_batcher_options o, int64_t most,
+                       const char *expected)
+{
+    ith_samples *samples = make_samples(lengths, count);
+    ith_batcher *b = make_batcher(samples, o);
+    assert_string_equal(run_text(b, most), expected);
+    ith_batcher_destroy(b);
+    ith_samples_close(samples);
+}
+
+#define COUNT(table) ((int64_t)(sizeof(table) / sizeof(table)[0]))
+
+/* The layout of packed documents (cases S31, S38): positions restart, labels are shifted within a
+ * document, the last row of each has none. */
+static void test_fill_packs_documents_with_own_positions_and_labels(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {3, 2};
+    const int32_t ids[] = {1, 2, 3, 4, 5};
+    ith_samples *samples = NULL;
+    assert_ok(ith_samples_from_arrays(&samples, 2, lengths, ids, NULL, &err), err);
+    ith_batcher *b = make_batcher(samples, options_of(ITH_BATCHING_PADDING_FREE, 8, 2, 1));
+    ith_batch_step step;
+    ith_micro_batch mb;
+    assert_true(ith_batcher_next(b, &step));
+    assert_ok(ith_batcher_fill(b, 0, &mb, &err), err);
+    const int32_t positions[] = {0, 1, 2, 0, 1}, labels[] = {2, 3, -100, 5, -100};
+    const int32_t cu_seqlens[] = {0, 3, 5};
+    const float weights[] = {1, 1, 0, 1, 0};
+    assert_int_equal(mb.num_tokens, 5);
+    assert_int_equal(mb.num_docs, 2);
+    assert_int_equal(mb.num_labels, 3);
+    assert_memory_equal(mb.ids, ids, sizeof ids);
+    assert_memory_equal(mb.position_ids, positions, sizeof positions);
+    assert_memory_equal(mb.labels, labels, sizeof labels);
+    assert_memory_equal(mb.cu_seqlens, cu_seqlens, sizeof cu_seqlens);
+    assert_memory_equal(mb.weights, weights, sizeof weights);
+    assert_float_equal(mb.weight_sum, 3, 0);
+    assert_int_equal(step.num_labels, 3);
+    assert_float_equal(step.weight_sum, 3, 0);
+    ith_batcher_destroy(b);
+    ith_samples_close(samples);
+}
+
+/* Weights follow their targets; the weight of a first token has no row that predicts it. */
+static void test_fill_weights_belong_to_targets(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {5, 3};
+    const int32_t ids[] = {10, 11, 12, 13, 14, 20, 21, 22};
+    const float given[] = {0, 0.5f, 0.5f, 0, 2, 1, 1, 0};
+    ith_samples *samples = NULL;
+    assert_ok(ith_samples_from_arrays(&samples, 2, lengths, ids, given, &err), err);
+    ith_batcher *b = make_batcher(samples, options_of(ITH_BATCHING_NORMAL, 8, 2, 1));
+    ith_batch_step step;
+    ith_micro_batch mb;
+    assert_true(ith_batcher_next(b, &step));
+    assert_ok(ith_batcher_fill(b, 0, &mb, &err), err);
+    const int32_t labels[] = {11, 12, -100, 14, -100, 21, -100, -100};
+    const float weights[] = {0.5f, 0.5f, 0, 2, 0, 1, 0, 0};
+    assert_memory_equal(mb.labels, labels, sizeof labels);
+    assert_memory_equal(mb.weights, weights, sizeof weights);
+    assert_float_equal(step.weight_sum, 4, 0);
+    assert_int_equal(step.num_labels, 4);
+    ith_batcher_destroy(b);
+    ith_samples_close(samples);
+}
+
+static void test_normal_groups_by_count(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {4, 4, 4, 4, 4, 4, 4, 4};
+    expect_run(lengths, 8, options_of(ITH_BATCHING_NORMAL, 10, 4, 2), 9, "0,1,2,3 4,5,6,7");
+    expect_run(lengths, 8, options_of(ITH_BATCHING_PADDING_FREE, 10, 3, 1), 9,
+               "0,1,2 | 3,4,5 | 6,7");
+}
+
+/* Fewer samples than a global batch: one step of what is there, never none (cases S10); a short
+ * last step at the end of an epoch (cases S56). */
+static void test_last_step_holds_what_is_left(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {4, 4, 4, 4, 4};
+    expect_run(lengths, 3, options_of(ITH_BATCHING_NORMAL, 10, 1, 8), 9, "0 1 2");
+    expect_run(lengths, 5, options_of(ITH_BATCHING_NORMAL, 10, 1, 4), 9, "0 1 2 3 | 4");
+    ith_samples *samples = make_samples(lengths, 5);
+    ith_batcher_options o = options_of(ITH_BATCHING_NORMAL, 10, 1, 4);
+    o.num_epochs = 3;
+    ith_batcher *b = make_batcher(samples, o);
+    assert_int_equal(ith_batcher_steps_per_epoch(b), 2);
+    assert_int_equal(ith_batcher_total_steps(b), 6);
+    ith_batch_step step;
+    for (int64_t i = 0; i < 6; i++) {
+        assert_true(ith_batcher_next(b, &step));
+        assert_int_equal(step.step, i);
+        assert_int_equal(step.epoch, i / 2);
+        assert_int_equal(step.epoch_end, i % 2);
+        assert_int_equal(step.num_micro, i % 2 ? 1 : 4);
+        assert_float_equal(step.weight_sum, (i % 2 ? 3 : 12), 0);
+    }
+    assert_false(ith_batcher_next(b, &step));
+    assert_false(ith_batcher_next(b, &step));
+    ith_batcher_destroy(b);
+    ith_samples_close(samples);
+}
+
+/* longest x count <= C*m, in order; a budget that is just full closes at once. */
+static void test_dynamic_counts_padded_tokens(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {3, 4, 6, 2, 8, 9};
+    ith_samples *samples = make_samples(lengths, COUNT(lengths));
+    ith_batcher *b = make_batcher(samples, options_of(ITH_BATCHING_DYNAMIC, 10, 2, 1));
+    /* 3 x 6 = 18 fits into 20, a fourth would make 24; then 2, 8 (16); 9 would make 27. */
+    assert_string_equal(run_text(b, 1), "0,1,2");
+    ith_micro_batch mb;
+    assert_ok(ith_batcher_fill(b, 0, &mb, &err), err);
+    const int32_t positions[] = {0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5};
+    assert_int_equal(mb.num_tokens, COUNT(positions));
+    assert_memory_equal(mb.position_ids, positions, sizeof positions);
+    assert_string_equal(run_text(b, 9), "3,4 | 5");
+    ith_batcher_destroy(b);
+    ith_samples_close(samples);
+    const int64_t full[] = {10, 10, 5, 5, 5, 5};
+    expect_run(full, 6, options_of(ITH_BATCHING_DYNAMIC, 10, 2, 1), 9, "0,1 | 2,3,4,5");
+}
+
+/* The plain sum <= C*m; closed by the sample that does not fit. */
+static void test_dynamic_padding_free_counts_tokens(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {3, 4, 6, 2, 8, 9};
+    ith_samples *samples = make_samples(lengths, COUNT(lengths));
+    ith_batcher *b = make_batcher(samples, options_of(ITH_BATCHING_DYNAMIC_PADDING_FREE, 10, 2, 1));
+    ith_batch_step step;
+    assert_true(ith_batcher_next(b, &step));
+    assert_int_equal(step.num_docs, 4);
+    assert_int_equal(step.num_tokens, 15);
+    assert_string_equal(run_text(b, 9), "4,5");
+    ith_batcher_destroy(b);
+    ith_samples_close(samples);
+}
+
+/* Under max_steps a micro-batch that is not full goes on with the next pass: one sample of 6 needs
+ * four passes to close a budget of 20, three used, one kept. */
+static void test_dynamic_carries_over_the_end_of_data(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {6};
+    ith_samples *samples = make_samples(lengths, 1);
+    ith_batcher_options o = options_of(ITH_BATCHING_DYNAMIC, 10, 2, 1);
+    o.num_epochs = 0;
+    o.carry_over = true;
+    ith_batcher *b = make_batcher(samples, o);
+    ith_batch_step step;
+    assert_true(ith_batcher_next(b, &step));
+    assert_int_equal(step.num_docs, 3);
+    json_t *state_json = NULL;
+    assert_ok(ith_batcher_save(b, &state_json, &err), err);
+    assert_int_equal(json_integer_value(json_object_get(state_json, "epoch")), 3);
+    json_decref(state_json);
+    assert_string_equal(run_text(b, 3), "0,0,0 | 0,0,0 | 0,0,0");
+    assert_int_equal(ith_batcher_total_steps(b), 0);
+    ith_batcher_destroy(b);
+    ith_samples_close(samples);
+    const int64_t two[] = {6, 9};
+    o.strategy = ITH_BATCHING_DYNAMIC_PADDING_FREE;
+    expect_run(two, 2, o, 4, "0,1 | 0,1 | 0,1 | 0,1");
+    const int64_t three[] = {6, 9, 8};
+    o.grad_accum = 2;
+    expect_run(three, 3, o, 3, "0,1 2,0 | 1,2 0,1 | 2,0 1,2");
+}
+
+/* A step is the same list of samples for any number of ranks and any split into micro-batches. */
+static void test_ranks_share_one_order(void **state)
+{
+    (void)state;
+    int64_t lengths[37];
+    for (int64_t i = 0; i < 37; i++)
+        lengths[i] = 2 + i % 7;
+    ith_samples *samples = make_samples(lengths, 37);
+    char expected[1024] = "";
+    for (int64_t ranks = 1; ranks <= 4; ranks *= 2) {
+        ith_batcher *b[4];
+        for (int64_t r = 0; r < ranks; r++) {
+            ith_batcher_options o = options_of(ITH_BATCHING_NORMAL, 10, 2, 4 / ranks);
+            o.shuffle = true;
+            o.dp_rank = r;
+            o.dp_size = ranks;
+            o.num_epochs = 2;
+            b[r] = make_batcher(samples, o);
+        }
+        assert_int_equal(ith_batcher_total_steps(b[0]), 10);
+        ith_buf text = {0};
+        for (int64_t s = 0; s < 10; s++) {
+            ith_batch_step step[4];
+            bool seen[37] = {false};
+            double weight_sum = 0;
+            for (int64_t r = 0; r < ranks; r++) {
+                assert_true(ith_batcher_next(b[r], &step[r]));
+                assert_int_equal(step[r].num_micro, step[0].num_micro);
+                weight_sum += step[r].weight_sum;
+                for (int64_t j = 0; j < step[r].num_micro; j++) {
+                    ith_micro_batch mb;
+                    assert_ok(ith_batcher_fill(b[r], j, &mb, &err), err);
+                    for (int64_t d = 0; d < mb.num_docs; d++) {
+                        assert_false(seen[mb.sample[d]]);
+                        seen[mb.sample[d]] = true;
+                    }
+                }
+            }
+            ith_buf_printf(&text, "%g:", weight_sum);
+            for (int i = 0; i < 37; i++)
+                ith_buf_printf(&text, "%s", seen[i] ? "x" : ".");
+        }
+        for (int64_t r = 0; r < ranks; r++) {
+            ith_batch_step step;
+            assert_false(ith_batcher_next(b[r], &step));
+            ith_batcher_destroy(b[r]);
+        }
+        if (ranks == 1)
+            snprintf(expected, sizeof expected, "%s", text.data);
+        assert_string_equal(text.data, expected);
+        ith_buf_deinit(&text);
+    }
+    ith_samples_close(samples);
+}
+
+static const ith_batching all_strategies[] = {
+    ITH_BATCHING_NORMAL, ITH_BATCHING_PADDING_FREE, ITH_BATCHING_DYNAMIC,
+    ITH_BATCHING_DYNAMIC_PADDING_FREE, ITH_BATCHING_PACKING};
+
+/* Every sample once per epoch over all ranks, within the limits, steps as announced, and every
+ * rank has the same number of micro-batches: for all strategies, ranks, sizes. */
+static void test_epoch_covers_every_sample_once(void **state)
+{
+    (void)state;
+    int64_t lengths[211];
+    for (int64_t i = 0; i < 211; i++)
+        lengths[i] = 2 + (i * i * 31 + i * 7) % 63;
+    static const int64_t counts[] = {1, 2, 5, 64, 211};
+    for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
+        ith_samples *samples = make_samples(lengths, counts[c]);
+        for (int s = 0; s < 5; s++) {
+            for (int64_t ranks = 1; ranks <= 3; ranks++) {
+                int seen[211] = {0};
+                int64_t micros[3][400] = {{0}}, steps[3] = {0};
+                for (int64_t r = 0; r < ranks; r++) {
+                    ith_batcher_options o = options_of(all_strategies[s], 64, 2, 3);
+                    o.shuffle = true;
+                    o.dp_rank = r;
+                    o.dp_size = ranks;
+                    o.num_epochs = 2;
+                    o.pack_window = 50;
+                    ith_batcher *b = make_batcher(samples, o);
+                    ith_batch_limits limits = ith_batcher_limits(b);
+                    ith_batch_limits bound = ith_batcher_limits_bound(&o);
+                    assert_true(limits.max_tokens <= bound.max_tokens);
+                    assert_true(limits.max_docs <= bound.max_docs);
+                    ith_batch_step step;
+                    while (ith_batcher_next(b, &step)) {
+                        int64_t tokens = 0, labels = 0;
+                        assert_true(step.num_micro >= 1 && step.num_micro <= limits.max_micro);
+                        micros[r][steps[r]++] = step.num_micro;
+                        for (int64_t j = 0; j < step.num_micro; j++) {
+                            ith_micro_batch mb;
+                            assert_ok(ith_batcher_fill(b, j, &mb, &err), err);
+                            assert_true(mb.num_tokens <= limits.max_tokens);
+                            assert_true(mb.num_docs <= limits.max_docs);
+                            tokens += mb.num_tokens;
+                            labels += mb.num_labels;
+                            for (int64_t d = 0; d < mb.num_docs; d++) {
+                                seen[mb.sample[d]]++;
+                                assert_int_equal(mb.ids[mb.cu_seqlens[d]], mb.sample[d] * 100);
+                            }
+                        }
+                        assert_int_equal(tokens, step.num_tokens);
+                        assert_int_equal(labels, step.num_labels);
+                    }
+                    assert_int_equal(steps[r], ith_batcher_total_steps(b));
+                    ith_batcher_destroy(b);
+                    assert_int_equal(steps[r], steps[0]);
+                    assert_memory_equal(micros[r], micros[0], sizeof micros[0]);
+                }
+                for (int64_t i = 0; i < counts[c]; i++)
+                    if (seen[i] != 2)
+                        fail_msg("strategy %d, %lld ranks: sample %lld of %lld seen %d times in 2 "
+                                 "epochs",
+                                 s, (long long)ranks, (long long)i, (long long)counts[c], seen[i]);
+            }
+        }
+        ith_samples_close(samples);
+    }
+}
+
+static void test_epochs_are_shuffled_by_seed_and_epoch(void **state)
+{
+    (void)state;
+    int64_t lengths[40];
+    for (int64_t i = 0; i < 40; i++)
+        lengths[i] = 2;
+    ith_samples *samples = make_samples(lengths, 40);
+    ith_batcher_options o = options_of(ITH_BATCHING_NORMAL, 10, 40, 1);
+    o.shuffle = true;
+    char text[3][400];
+    ith_batcher *b = make_batcher(samples, o);
+    snprintf(text[0], 400, "%s", run_text(b, 1));
+    ith_batcher_destroy(b);
+    o.num_epochs = 2;
+    b = make_batcher(samples, o);
+    assert_string_equal(run_text(b, 1), text[0]);
+    assert_string_not_equal(run_text(b, 1), text[0]);
+    ith_batcher_destroy(b);
+    o.seed = 8;
+    b = make_batcher(samples, o);
+    assert_string_not_equal(run_text(b, 1), text[0]);
+    ith_batcher_destroy(b);
+    ith_samples_close(samples);
+}
+
+static void test_subset_uses_only_its_entries(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {4, 5, 6, 7, 8}, subset[] = {1, 3, 4};
+    ith_batcher_options o = options_of(ITH_BATCHING_NORMAL, 10, 2, 1);
+    o.subset = subset;
+    o.num_subset = 3;
+    expect_run(lengths, 5, o, 9, "1,3 | 4");
+    o.strategy = ITH_BATCHING_PACKING;
+    expect_run(lengths, 5, o, 9, "4,3,1");
+}
+
+/* A run that stops after any step and goes on from its state gives what the whole run gives. */
+static void test_resume_equals_uninterrupted(void **state)
+{
+    (void)state;
+    int64_t lengths[53];
+    for (int64_t i = 0; i < 53; i++)
+        lengths[i] = 2 + (i * 17) % 29;
+    ith_samples *samples = make_samples(lengths, 53);
+    for (int s = 0; s < 5; s++) {
+        for (int carry = 0; carry < 2; carry++) {
+            bool dynamic = s == 2 || s == 3;
+            if (carry && !dynamic)
+                continue;
+            ith_batcher_options o = options_of(all_strategies[s], 32, 2, 2);
+            o.shuffle = true;
+            o.num_epochs = carry ? 0 : 2;
+            o.carry_over = carry;
+            o.dp_size = 2;
+            o.dp_rank = 1;
+            o.pack_window = 16;
+            ith_batcher *whole = make_batcher(samples, o);
+            for (int64_t stop = 0; stop < 20; stop++) {
+                ith_batcher *resumed = make_batcher(samples, o);
+                json_t *saved = NULL;
+                assert_ok(ith_batcher_save(whole, &saved, &err), err);
+                ith_buf text = {0};
+                json_t *loaded = NULL;
+                assert_ok(ith_json_dump(saved, false, &text, &err), err);
+                assert_ok(ith_json_parse(&loaded, text.data, text.len, "state", &err), err);
+                assert_ok(ith_batcher_load(resumed, loaded, &err), err);
+                ith_batcher *other = make_batcher(samples, o);
+                assert_ok(ith_batcher_load(other, loaded, &err), err);
+                char *expected = strdup(run_text(other, 12));
+                assert_string_equal(run_text(resumed, 12), expected);
+                ith_batch_step a, b;
+                bool more = ith_batcher_next(whole, &a);
+                assert_ok(ith_batcher_load(resumed, loaded, &err), err);
+                assert_int_equal(ith_batcher_next(resumed, &b), more);
+                if (more) {
+                    ith_buf x = {0}, y = {0};
+                    step_text(whole, &a, &x);
+                    step_text(resumed, &b, &y);
+                    assert_string_equal(x.data, y.data);
+                    assert_int_equal(a.step, b.step);
+                    assert_int_equal(a.epoch, b.epoch);
+                    assert_int_equal(a.epoch_end, b.epoch_end);
+                    ith_buf_deinit(&x);
+                    ith_buf_deinit(&y);
+                }
+                free(expected);
+                ith_buf_deinit(&text);
+                json_decref(saved);
+                json_decref(loaded);
+                ith_batcher_destroy(other);
+                ith_batcher_destroy(resumed);
+                if (!more)
+                    break;
+            }
+            ith_batcher_destroy(whole);
+        }
+    }
+    ith_samples_close(samples);
+}
+
+/* Where steps name the same samples for any number of ranks, a run resumes on another number. */
+static void test_resume_on_other_number_of_ranks(void **state)
+{
+    (void)state;
+    int64_t lengths[48];
+    for (int64_t i = 0; i < 48; i++)
+        lengths[i] = 2 + i % 5;
+    ith_samples *samples = make_samples(lengths, 48);
+    ith_batcher_options two = options_of(ITH_BATCHING_NORMAL, 10, 2, 2), one = two;
+    two.shuffle = one.shuffle = true;
+    two.dp_size = 2;
+    one.grad_accum = 4;
+    ith_batcher *a = make_batcher(samples, two), *b = make_batcher(samples, one);
+    ith_batcher *straight = make_batcher(samples, one);
+    ith_batch_step step;
+    json_t *saved = NULL;
+    for (int i = 0; i < 3; i++) {
+        assert_true(ith_batcher_next(a, &step));
+        assert_true(ith_batcher_next(straight, &step));
+    }
+    assert_ok(ith_batcher_save(a, &saved, &err), err);
+    assert_ok(ith_batcher_load(b, saved, &err), err);
+    char *expected = strdup(run_text(straight, 9));
+    assert_string_equal(run_text(b, 9), expected);
+    free(expected);
+    json_decref(saved);
+    ith_batcher_destroy(a);
+    ith_batcher_destroy(b);
+    ith_batcher_destroy(straight);
+    ith_samples_close(samples);
+}
+
+static void test_resume_refuses_other_data_and_settings(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {4, 5, 6, 7}, others[] = {4, 5, 6, 8};
+    ith_samples *samples = make_samples(lengths, 4), *changed = make_samples(others, 4);
+    ith_batcher_options o = options_of(ITH_BATCHING_NORMAL, 10, 1, 2);
+    ith_batcher *b = make_batcher(samples, o), *c = make_batcher(changed, o);
+    json_t *saved = NULL;
+    assert_ok(ith_batcher_save(b, &saved, &err), err);
+    assert_fails(ith_batcher_load(c, saved, &err), err, ITH_ERR_USAGE, "data position: data:");
+    ith_batcher_destroy(c);
+    o.seed = 9;
+    c = make_batcher(samples, o);
+    assert_fails(ith_batcher_load(c, saved, &err), err, ITH_ERR_USAGE, "settings: the checkpoint");
+    json_object_set_new(saved, "position", json_string("x"));
+    assert_fails(ith_batcher_load(b, saved, &err), err, ITH_ERR_FORMAT, "position: found string");
+    json_object_set_new(saved, "position", json_integer(99));
+    assert_fails(ith_batcher_load(b, saved, &err), err, ITH_ERR_FORMAT, "position 99 in an epoch");
+    json_object_set_new(saved, "carry", json_pack("[i]", 1));
+    assert_fails(ith_batcher_load(b, saved, &err), err, ITH_ERR_FORMAT, "carry: 1 samples");
+    json_decref(saved);
+    ith_batcher_destroy(b);
+    ith_batcher_destroy(c);
+    ith_samples_close(samples);
+    ith_samples_close(changed);
+}
+
+static void test_create_refuses_what_cannot_run(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {4, 5, 12};
+    ith_samples *samples = make_samples(lengths, 3);
+    ith_batcher *b = NULL;
+    ith_batcher_options o = options_of(ITH_BATCHING_NORMAL, 10, 1, 1);
+    assert_fails(ith_batcher_create(&b, samples, &o, &err), err, ITH_ERR_USAGE,
+                 "sample 2 has 12 tokens, more than cutoff_len 10");
+    o.cutoff_len = INT32_MAX - 1;
+    o.micro_batch_size = 2;
+    assert_fails(ith_batcher_create(&b, samples, &o, &err), err, ITH_ERR_USAGE,
+                 "more than 2^31 tokens");
+    o = options_of(ITH_BATCHING_DYNAMIC, 20, 1, 1);
+    o.carry_over = true;
+    o.num_epochs = 0;
+    o.dp_size = 4;
+    assert_fails(ith_batcher_create(&b, samples, &o, &err), err, ITH_ERR_USAGE,
+                 "3 samples for dp_size 4");
+    o.num_subset = 0;
+    o.subset = lengths;
+    assert_fails(ith_batcher_create(&b, samples, &o, &err), err, ITH_ERR_FORMAT, "no sample");
+    assert_null(b);
+    ith_samples_close(samples);
+}
+
+/* After create there is no allocation, whatever the strategy. */
+static void test_steps_make_no_allocation(void **state)
+{
+    (void)state;
+    int64_t lengths[100];
+    for (int64_t i = 0; i < 100; i++)
+        lengths[i] = 2 + (i * 13) % 31;
+    ith_samples *samples = make_samples(lengths, 100);
+    for (int s = 0; s < 5; s++) {
+        ith_batcher_options o = options_of(all_strategies[s], 32, 2, 2);
+        o.shuffle = true;
+        o.num_epochs = 0;
+        o.carry_over = s == 2 || s == 3;
+        ith_batcher *b = make_batcher(samples, o);
+        int64_t before = ith_alloc_count();
+        ith_batch_step step;
+        for (int i = 0; i < 100; i++) {
+            ith_micro_batch mb;
+            assert_true(ith_batcher_next(b, &step));
+            for (int64_t j = 0; j < step.num_micro; j++)
+                assert_ok(ith_batcher_fill(b, j, &mb, &err), err);
+        }
+        assert_int_equal(ith_alloc_count() - before, 0);
+        ith_batcher_destroy(b);
+    }
+    ith_samples_close(samples);
+}
+
+/* The bitmap search against the plain rule: longest first, the bin with least room that fits. */
+static void test_best_fit_equals_plain_search(void **state)
+{
+    (void)state;
+    static const int64_t capacities[] = {1, 5, 63, 64, 65, 4096, 300000};
+    for (size_t c = 0; c < sizeof capacities / sizeof capacities[0]; c++) {
+        int64_t cap = capacities[c];
+        int32_t lengths[500];
+        int64_t placed[500], begin[501], room[500], num_room = 0;
+        uint64_t x = 88172645463325252u;
+        for (int i = 0; i < 500; i++) {
+            x ^= x << 13;
+            x ^= x >> 7;
+            x ^= x << 17;
+            int64_t most = i % 3 ? cap : (cap + 7) / 8;
+            lengths[i] = (int32_t)(1 + (int64_t)(x % (uint64_t)most));
+        }
+        ith_best_fit *fit = NULL;
+        assert_ok(ith_best_fit_create(&fit, cap, 500, &err), err);
+        for (int round = 0; round < 2; round++) { /* the second run starts clean */
+            int64_t bins = ith_best_fit_run(fit, lengths, 500, placed, begin), last = cap + 1;
+            bool used[500] = {false};
+            num_room = 0;
+            assert_int_equal(begin[bins], 500);
+            for (int64_t b = 0; b < bins; b++) {
+                int64_t sum = 0;
+                for (int64_t i = begin[b]; i < begin[b + 1]; i++) {
+                    assert_false(used[placed[i]]);
+                    used[placed[i]] = true;
+                    sum += lengths[placed[i]];
+                }
+                assert_true(sum <= cap && sum > 0);
+                assert_true(lengths[placed[begin[b]]] <= last);
+                last = lengths[placed[begin[b]]];
+            }
+            /* Plain best-fit decreasing makes as many bins. */
+            int32_t sorted[500];
+            memcpy(sorted, lengths, sizeof sorted);
+            for (int i = 1; i < 500; i++)
+                for (int k = i; k > 0 && sorted[k] > sorted[k - 1]; k--) {
+                    int32_t t = sorted[k];
+                    sorted[k] = sorted[k - 1];
+                    sorted[k - 1] = t;
+                }
+            for (int i = 0; i < 500; i++) {
+                int64_t best = -1;
+                for (int64_t b = 0; b < num_room; b++)
+                    if (room[b] >= sorted[i] && (best < 0 || room[b] < room[best]))
+                        best = b;
+                if (best < 0)
+                    room[best = num_room++] = cap;
+                room[best] -= sorted[i];
+            }
+            assert_int_equal(bins, num_room);
+        }
+        ith_best_fit_destroy(fit);
+    }
+}
+
+/* Packing fills micro-batches nearly whole where counting in order leaves gaps. */
+static void test_packing_report(void **state)
+{
+    (void)state;
+    static int64_t lengths[MAX_SAMPLES];
+    uint64_t x = 1;
+    for (int i = 0; i < MAX_SAMPLES; i++) {
+        x = x * 6364136223846793005u + 1442695040888963407u;
+        lengths[i] = 2 + (int64_t)((x >> 33) % 90) * (int64_t)((x >> 43) % 10) / 9;
+    }
+    ith_samples *samples = make_samples(lengths, MAX_SAMPLES);
+    ith_batcher *b = make_batcher(samples, options_of(ITH_BATCHING_PACKING, 128, 4, 1));
+    ith_batch_report packed = ith_batcher_report(b);
+    ith_batcher_destroy(b);
+    b = make_batcher(samples, options_of(ITH_BATCHING_NORMAL, 128, 4, 1));
+    ith_batch_report normal = ith_batcher_report(b);
+    ith_batcher_destroy(b);
+    assert_int_equal(packed.num_docs, MAX_SAMPLES);
+    assert_int_equal(packed.num_tokens, normal.num_tokens);
+    assert_int_equal(packed.capacity, 512);
+    if (packed.efficiency < 0.99)
+        fail_msg("packing efficiency %.4f, expected 0.99 or more", packed.efficiency);
+    assert_true(normal.efficiency < 0.5);
+    assert_true(normal.pad_efficiency < 1 && normal.padded_tokens > normal.num_tokens);
+    ith_samples_close(samples);
+}
+
+static void test_create_faults_leave_nothing(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {4, 5, 6, 7, 8}, subset[] = {0, 2, 4};
+    ith_samples *samples = make_samples(lengths, 5);
+    for (int s = 0; s < 5; s++) {
+        ith_batcher_options o = options_of(all_strategies[s], 10, 2, 2);
+        o.subset = subset;
+        o.num_subset = 3;
+        for (int64_t n = 1;; n++) {
+            ith_batcher *b = NULL;
+            ith_error_clear(&err);
+            ith_fault_set(ITH_FAULT_ALLOC, n);
+            ith_status status = ith_batcher_create(&b, samples, &o, &err);
+            bool hit = ith_fault_count(ITH_FAULT_ALLOC) >= n;
+            ith_fault_set(ITH_FAULT_ALLOC, 0);
+            if (hit && status != ITH_ERR_MEMORY)
+                fail_msg("strategy %d, allocation %lld: status %d", s, (long long)n, (int)status);
+            ith_batcher_destroy(b);
+            if (!hit)
+                break;
+        }
+    }
+    ith_samples_close(samples);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_fill_packs_documents_with_own_positions_and_labels),
+        cmocka_unit_test(test_fill_weights_belong_to_targets),
+        cmocka_unit_test(test_normal_groups_by_count),
+        cmocka_unit_test(test_last_step_holds_what_is_left),
+        cmocka_unit_test(test_dynamic_counts_padded_tokens),
+        cmocka_unit_test(test_dynamic_padding_free_counts_tokens),
+        cmocka_unit_test(test_dynamic_carries_over_the_end_of_data),
+        cmocka_unit_test(test_ranks_share_one_order),
+        cmocka_unit_test(test_epoch_covers_every_sample_once),
+        cmocka_unit_test(test_epochs_are_shuffled_by_seed_and_epoch),
+        cmocka_unit_test(test_subset_uses_only_its_entries),
+        cmocka_unit_test(test_resume_equals_uninterrupted),
+        cmocka_unit_test(test_resume_on_other_number_of_ranks),
+        cmocka_unit_test(test_resume_refuses_other_data_and_settings),
+        cmocka_unit_test(test_create_refuses_what_cannot_run),
+        cmocka_unit_test(test_steps_make_no_allocation),
+        cmocka_unit_test(test_best_fit_equals_plain_search),
+        cmocka_unit_test(test_packing_report),
+        cmocka_unit_test(test_create_faults_leave_nothing),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
