@@ -383,9 +383,8 @@ static ith_status read_tables(loader *l, const ith_map *map, ith_span vocab, ith
     ith_vocab *v = &l->t->vocab;
     ITH_TRY(ith_vocab_init(v, ith_scan_count(map->data, vocab), ith_scan_count(map->data, merges),
                            l->err));
-    ITH_WRAP(ith_scan_vocab(v, map->data, vocab, l->err), l->err, "%s", l->path.data);
-    ITH_WRAP(ith_scan_merges(v, map->data, merges, l->err), l->err, "%s", l->path.data);
-    return ITH_OK;
+    ITH_TRY(ith_scan_vocab(v, map->data, vocab, l->path.data, l->err));
+    return ith_scan_merges(v, map->data, merges, l->path.data, l->err);
 }
 
 static ith_status read_json_parts(loader *l, const json_t *root)
@@ -483,11 +482,7 @@ static ith_status load_vocab(loader *l)
     hash_part(l, "vocab.json", vocab.data, vocab.size);
     hash_part(l, "merges.txt", merges.data, merges.size);
     set_path(l, "vocab.json");
-    status = ith_scan_vocab(&l->t->vocab, vocab.data, span, l->err);
-    if (status != ITH_OK) {
-        ith_wrap(l->err, status, "%s", l->path.data);
-        goto out;
-    }
+    ITH_TRY_OUT(ith_scan_vocab(&l->t->vocab, vocab.data, span, l->path.data, l->err));
     set_path(l, "merges.txt");
     status = read_merges(l, &merges);
 out:

@@ -8,7 +8,8 @@
 typedef struct {
     const char *text;
     int64_t at, end;
-    ith_buf scratch; /* strings with escapes, decoded */
+    ith_buf scratch;  /* strings with escapes, decoded */
+    const char *name; /* of the file, for errors */
     ith_error *err;
 } scanner;
 
@@ -134,7 +135,7 @@ int64_t ith_scan_count(const char *text, ith_span span)
     return count;
 }
 
-/* Puts "line:column" before the text of a failure at byte `at`. */
+/* Puts "file:line:column" before the text of a failure at byte `at`. */
 static ith_status fail_at(const scanner *s, int64_t at, ith_status status)
 {
     int64_t line = 1, begin = 0;
@@ -143,7 +144,8 @@ static ith_status fail_at(const scanner *s, int64_t at, ith_status status)
             line++;
             begin = i + 1;
         }
-    return ith_wrap(s->err, status, "%lld:%lld", (long long)line, (long long)(at - begin + 1));
+    return ith_wrap(s->err, status, "%s:%lld:%lld", s->name, (long long)line,
+                    (long long)(at - begin + 1));
 }
 
 static ith_status expected(const scanner *s, const char *what)
@@ -330,17 +332,19 @@ static ith_status merge_entries(scanner *s, ith_vocab *v)
     return accept(s, ']') ? ITH_OK : expected(s, "',' or ']'");
 }
 
-ith_status ith_scan_vocab(ith_vocab *v, const char *text, ith_span span, ith_error *err)
+ith_status ith_scan_vocab(ith_vocab *v, const char *text, ith_span span, const char *name,
+                          ith_error *err)
 {
-    scanner s = {.text = text, .at = span.begin, .end = span.end, .err = err};
+    scanner s = {.text = text, .at = span.begin, .end = span.end, .name = name, .err = err};
     ith_status status = vocab_entries(&s, v);
     ith_buf_deinit(&s.scratch);
     return status;
 }
 
-ith_status ith_scan_merges(ith_vocab *v, const char *text, ith_span span, ith_error *err)
+ith_status ith_scan_merges(ith_vocab *v, const char *text, ith_span span, const char *name,
+                           ith_error *err)
 {
-    scanner s = {.text = text, .at = span.begin, .end = span.end, .err = err};
+    scanner s = {.text = text, .at = span.begin, .end = span.end, .name = name, .err = err};
     ith_status status = merge_entries(&s, v);
     ith_buf_deinit(&s.scratch);
     return status;

@@ -186,7 +186,7 @@ ith_status ith_vocab_add_merge(ith_vocab *v, const char *left, int64_t left_len,
         return ith_fail(err, ITH_ERR_FORMAT, "more merges than counted");
     int64_t a = ith_alphabet_decode(left, left_len, bytes);
     int64_t b = a < 0 ? -1 : ith_alphabet_decode(right, right_len, bytes + a);
-    int32_t left_id = b < 0 ? -1 : ith_vocab_find(v, bytes, a);
+    int32_t left_id = a < 0 ? -1 : ith_vocab_find(v, bytes, a);
     int32_t right_id = b < 0 ? -1 : ith_vocab_find(v, bytes + a, b);
     int32_t id = b < 0 ? -1 : ith_vocab_find(v, bytes, a + b);
     if (left_id < 0 || right_id < 0 || id < 0)

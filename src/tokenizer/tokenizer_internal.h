@@ -284,8 +284,11 @@ typedef struct {
 bool ith_scan_find(const char *text, int64_t len, ith_span *vocab, ith_span *merges);
 /* Number of elements at the top level of the array or object in span (an upper bound). */
 int64_t ith_scan_count(const char *text, ith_span span);
-/* Read an object of ids / an array of merges into v. Errors carry line:column. */
-ith_status ith_scan_vocab(ith_vocab *v, const char *text, ith_span span, ith_error *err);
-ith_status ith_scan_merges(ith_vocab *v, const char *text, ith_span span, ith_error *err);
+/* Read an object of ids / an array of merges into v. Errors begin with
+ * name:line:column. */
+ith_status ith_scan_vocab(ith_vocab *v, const char *text, ith_span span, const char *name,
+                          ith_error *err);
+ith_status ith_scan_merges(ith_vocab *v, const char *text, ith_span span, const char *name,
+                           ith_error *err);
 
 #endif
