@@ -14,14 +14,10 @@
                                            .takes_overrides = (overrides),                         \
                                            .run = run_##command}
 
-STUB(train, "CONFIG [key=value ...]", "Fine-tune a model", true);
-STUB(plan, "CONFIG [key=value ...]",
-     "Show the resolved configuration, memory and time before any weight is read", true);
 STUB(chat, "MODEL", "Talk to a model in the terminal", false);
 STUB(generate, "MODEL [FILE]", "Answer a file of prompts", false);
 STUB(export, "MODEL OUTPUT", "Write a model with another shard size or type", false);
 STUB(experts, "merge|split MODEL OUTPUT", "Change the layout of expert weights", false);
 STUB(data, "CONFIG [key=value ...]", "Show samples as tokens with the loss mask", true);
-STUB(init, "CONFIG_JSON OUTPUT", "Make a model directory with random weights", false);
 STUB(tokenize, "MODEL [TEXT]", "Turn text into token ids, or back", false);
 STUB(render, "MODEL [FILE]", "Turn messages into the text of the chat template", false);

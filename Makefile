@@ -1,0 +1,65 @@
+# Thin front of CMake. `make demo` and `make check` install what is missing, build, and run.
+BUILD ?= build
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+CMAKE_ARGS ?=
+PREFIX ?= /usr/local
+DESTDIR ?=
+
+.PHONY: help all deps demo check check-asan check-ubsan check-tsan fuzz bench lint format install docs clean
+
+help:
+	@echo "make demo         build, make a small model, fine-tune it on the bundled data, let it answer (under 3 minutes)"
+	@echo "make check        build and run every test"
+	@echo "make check-asan   the same under AddressSanitizer; check-ubsan, check-tsan likewise"
+	@echo "make fuzz         fuzz every reader of foreign bytes (clang; FUZZ_SECONDS=60 each)"
+	@echo "make bench        operators and steps as a share of what the machine can do"
+	@echo "make lint         cppcheck, clang-tidy, layers; make format runs clang-format"
+	@echo "make install      PREFIX=/usr/local DESTDIR="
+	@echo "make docs         the generated pages of docs/"
+	@echo "Variables: BUILD=build JOBS=$(JOBS) CMAKE_ARGS=... (for example -DITH_CUDA=off)"
+
+all: deps
+	@cmake -S . -B $(BUILD) $(CMAKE_ARGS) > $(BUILD).configure.log 2>&1 || { cat $(BUILD).configure.log; exit 1; }
+	@grep -- '--   ' $(BUILD).configure.log || true
+	@cmake --build $(BUILD) -j$(JOBS)
+
+deps:
+	@tools/install_deps.sh
+
+demo: CMAKE_ARGS += -DITH_TESTS=OFF -DITH_CUDA=off
+demo: deps
+	@BUILD=$(BUILD)-demo JOBS=$(JOBS) CMAKE_ARGS="$(CMAKE_ARGS)" demo/run.sh
+
+check: all
+	@tools/run_tests.sh $(BUILD)
+
+check-asan:
+	@$(MAKE) check BUILD=build-asan CMAKE_ARGS="-DITH_SANITIZE=address -DITH_CUDA=off -DCMAKE_BUILD_TYPE=Debug"
+
+check-ubsan:
+	@$(MAKE) check BUILD=build-ubsan CMAKE_ARGS="-DITH_SANITIZE=undefined -DITH_CUDA=off -DCMAKE_BUILD_TYPE=Debug"
+
+check-tsan:
+	@$(MAKE) check BUILD=build-tsan CMAKE_ARGS="-DITH_SANITIZE=thread -DITH_CUDA=off -DCMAKE_BUILD_TYPE=Debug"
+
+FUZZ_SECONDS ?= 60
+fuzz: deps
+	@tools/run_fuzz.sh $(FUZZ_SECONDS)
+
+bench: all
+	@$(BUILD)/bench/bench_ops
+
+lint: all
+	@tools/lint.sh $(BUILD)
+
+format:
+	@find src tests bench include -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inc' | xargs clang-format -i
+
+docs: all
+	@cmake --build $(BUILD) --target docs
+
+install: all
+	@DESTDIR=$(DESTDIR) cmake --install $(BUILD) --prefix $(PREFIX)
+
+clean:
+	rm -rf build build-* *.configure.log
