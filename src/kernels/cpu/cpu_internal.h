@@ -49,14 +49,26 @@ typedef struct {
     ith_tensor lengths;
 } ith_cpu_attention;
 
-/* Arguments of the row operators; each level's task reads what it needs. */
+/* Sums over rows are cut into at most this many parts, whatever the threads. */
+#define ITH_CPU_PARTS 64
+/* Limits of buffers on the stack; beyond them the reference runs. */
+#define ITH_CPU_MAX_DIM 1024
+#define ITH_CPU_MAX_EXPERTS 2048
+
+/* AdamW's factors, made once in double. */
 typedef struct {
-    ith_tensor t[10];
+    float beta1, rest1, beta2, rest2; /* rest = 1 - beta */
+    float decay, step_size, v_factor, eps;
+} ith_cpu_adamw;
+
+/* Arguments of the row operators; rows_impl.h says at each what is where. */
+typedef struct {
+    ith_tensor t[10], ids, more[2];
     float f[2];
     int64_t i[4];
     bool flag;
     char *scratch;
-    ith_adamw_hyper hyper;
+    ith_cpu_adamw adamw;
     uint64_t seed;
 } ith_cpu_rows;
 
@@ -83,10 +95,10 @@ typedef struct {
     void (*gemv)(const ith_cpu_gemm *g, int64_t n0, int64_t n1);
     ith_task attention_forward, attention_backward, attention_decode;
     int64_t (*attention_bytes)(const ith_cpu_attention *a, bool backward); /* of one thread */
-    ith_task embedding_forward, embedding_backward;
+    ith_task embedding_backward;
     ith_task rmsnorm_forward, rmsnorm_backward, rope_forward, rope_backward;
     ith_task swiglu_forward, swiglu_backward, add, cast, cross_entropy, dot;
-    ith_task combine, combine_backward, adamw;
+    ith_task combine, combine_backward, router_forward, adamw;
     float (*exp_at)(float x); /* the vector exponential, for tests */
 } ith_cpu_level;
 

@@ -137,7 +137,7 @@ static bool is_gemv(const ith_cpu_gemm *g)
 
 int64_t ith_cpu_gemm_bytes(ith_ctx *ctx, const ith_cpu_gemm *g)
 {
-    if (is_gemv(g))
+    if (is_gemv(g) || g->m == 0 || g->n == 0)
         return 0;
     cut c = choose_cut(ith_cpu_level_get(), g, ith_pool_threads(ctx->pool));
     return ith_cpu_block_bytes(c.bm, c.bn, g->k) * ith_pool_threads(ctx->pool);

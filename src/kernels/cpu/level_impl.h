@@ -3,6 +3,8 @@
  * this. */
 #include "kernels/cpu/cpu_internal.h"
 
+#include "base/rng.h"
+
 #include <math.h>
 #include <string.h>
 #if defined(__AVX2__)

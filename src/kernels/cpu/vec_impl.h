@@ -130,6 +130,34 @@ INLINE void v_put(void *p, int64_t i, int64_t n, V x, bool bf16)
         v_store_part(p, i, n, x, bf16);
 }
 
+INLINE V v_sqrt(V x)
+{
+#if defined(__AVX512F__)
+    return (V)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+    return (V)_mm256_sqrt_ps((__m256)x);
+#else
+    for (int i = 0; i < VW; i++)
+        x[i] = sqrtf(x[i]);
+    return x;
+#endif
+}
+
+/* A product that is rounded before it is added to anything: where the bits must be those of the
+ * reference, which fuses nothing. */
+INLINE V v_mul(V a, V b)
+{
+    V p = a * b;
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(p));
+#elif defined(__x86_64__)
+    __asm__("" : "+x"(p));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(p));
+#endif
+    return p;
+}
+
 /* Sum of the lanes, halves first. */
 INLINE float v_sum(V x)
 {
