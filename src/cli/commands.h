@@ -10,10 +10,11 @@
 
 typedef struct {
     const char *name;
-    const char *arguments;     /* "CONFIG [key=value ...]", or "" */
-    const char *summary;       /* one line, no full stop */
-    const char *details;       /* sentences for --help and the man page; lines end with \n */
-    const ith_option *options; /* may be NULL */
+    const char *arguments; /* "CONFIG [key=value ...]", or "" */
+    const char *summary;   /* one line, no full stop */
+    const char *details;   /* for --help and the man page: a paragraph a line, each ending with \n;
+                            * lines that begin with a blank are shown as they are */
+    const ith_option *options;          /* may be NULL */
     int min_positional, max_positional; /* max -1: any number */
     bool takes_overrides;               /* positional key=value, also as --key=value */
     const char *words; /* what the first argument can be, for completion; NULL: files */

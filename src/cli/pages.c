@@ -10,12 +10,17 @@
 #define HELP_COLUMN 30
 #define PAGE_WIDTH 80
 
-/* Words of text from column `indent`, broken at PAGE_WIDTH; the cursor stands at `column`. */
-static void write_wrapped(const char *text, int indent, int column, ith_buf *out)
+/* Words of text[0..text_len) from column `indent`, where the cursor stands, broken at PAGE_WIDTH.
+ */
+static void write_wrapped(const char *text, size_t text_len, int indent, ith_buf *out)
 {
-    for (const char *p = text; *p;) {
-        p += strspn(p, " ");
-        int len = (int)strcspn(p, " ");
+    int column = indent;
+    for (const char *p = text, *end = text + text_len; p < end;) {
+        while (p < end && *p == ' ')
+            p++;
+        int len = 0;
+        while (p + len < end && p[len] != ' ')
+            len++;
         if (column > indent && column + 1 + len > PAGE_WIDTH) {
             ith_buf_printf(out, "\n%*s", indent, "");
             column = indent;
@@ -30,6 +35,19 @@ static void write_wrapped(const char *text, int indent, int column, ith_buf *out
     ith_buf_putc(out, '\n');
 }
 
+/* Each line is a paragraph of its own; lines that begin with a blank stay as they are. */
+static void write_details(const char *text, ith_buf *out)
+{
+    for (const char *p = text; *p;) {
+        size_t len = strcspn(p, "\n");
+        if (*p == ' ')
+            ith_buf_printf(out, "%.*s\n", (int)len, p);
+        else
+            write_wrapped(p, len, 0, out);
+        p += len + (p[len] == '\n');
+    }
+}
+
 /* "  left   text", with the text in its own column. */
 static void write_row(const char *left, const char *text, int indent, ith_buf *out)
 {
@@ -39,7 +57,7 @@ static void write_row(const char *left, const char *text, int indent, ith_buf *o
         ith_buf_printf(out, "\n%*s", indent, "");
     else
         ith_buf_printf(out, "%*s", indent - column, "");
-    write_wrapped(text, indent, indent, out);
+    write_wrapped(text, strlen(text), indent, out);
 }
 
 static void write_option_text(const ith_option *option, ith_buf *out)
@@ -72,8 +90,10 @@ void ith_write_command_help(const ith_command *command, ith_buf *out)
                    ith_num_options(command->options) ? " [options]" : "",
                    *command->arguments ? " " : "", command->arguments);
     ith_buf_printf(out, "%s.\n", command->summary);
-    if (command->details)
-        ith_buf_printf(out, "\n%s", command->details);
+    if (command->details) {
+        ith_buf_putc(out, '\n');
+        write_details(command->details, out);
+    }
     write_options(command->options, out);
 }
 
@@ -128,6 +148,19 @@ static void write_man_option(const ith_option *option, ith_buf *out)
     ith_buf_deinit(&text);
 }
 
+/* Every line is kept as a line of its own. */
+static void write_man_lines(const char *text, ith_buf *out)
+{
+    for (const char *p = text; *p;) {
+        size_t len = strcspn(p, "\n");
+        char line[512];
+        snprintf(line, sizeof line, "%.*s", (int)len, p);
+        write_roff(line, out);
+        ith_buf_puts(out, "\n.br\n");
+        p += len + (p[len] == '\n');
+    }
+}
+
 static void write_man_command(const ith_command *command, ith_buf *out)
 {
     ith_buf_printf(out, ".SS ithaca %s ", command->name);
@@ -137,7 +170,7 @@ static void write_man_command(const ith_command *command, ith_buf *out)
     ith_buf_puts(out, ".\n");
     if (command->details) {
         ith_buf_puts(out, ".PP\n");
-        write_roff(command->details, out);
+        write_man_lines(command->details, out);
     }
     for (int i = 0; i < ith_num_options(command->options); i++)
         write_man_option(&command->options[i], out);

@@ -482,7 +482,8 @@ static void json_to_yaml(const char *text, int64_t len, ith_buf *out)
             ith_buf_append(out, text + i, 2);
             i += 2;
         } else {
-            ith_buf_putc(out, text[i] == '\t' ? ' ' : text[i]);
+            char c = text[i];
+            ith_buf_putc(out, c == '\t' ? (char)' ' : c);
             i++;
         }
     }

@@ -19,7 +19,7 @@ static void expand(const char *text, const char *path, ith_buf *out)
 
 static void check(const char *command, const wrong_config *c)
 {
-    char dir[4000], path[4100], written[4100];
+    char dir[4096], path[4200], written[4200];
     ith_error err = {0};
     ith_buf expected = {0};
     snprintf(dir, sizeof dir, "%s", temp_dir("config_errors"));
@@ -27,7 +27,7 @@ static void check(const char *command, const wrong_config *c)
     snprintf(written, sizeof written, "%s/out", dir);
     assert_ok(ith_write_file(path, c->text, (int64_t)strlen(c->text), &err), err);
     expand(c->expected, path, &expected);
-    char output_dir[4200];
+    char output_dir[4300];
     snprintf(output_dir, sizeof output_dir, "output_dir=%s", written);
     const char *args[8] = {command, path, output_dir};
     for (int i = 0; i < 4 && c->args[i]; i++)
