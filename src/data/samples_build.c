@@ -12,7 +12,7 @@
 #include <time.h>
 
 #define BATCH_UNITS 512
-#define BATCH_BYTES ((int64_t)32 << 20)
+#define BATCH_BYTES ((int64_t)8 << 20)
 #define PROGRESS_SECONDS 10
 
 typedef struct {
