@@ -256,8 +256,8 @@ static ith_status read_info(ith_dataset *d, const char *info, const ith_yaml_nod
         ITH_TRY(ith_yaml_get_map(entry, key->text, err));
         ITH_TRY(check_entry_keys(entry, key->text, err));
         ITH_TRY(new_part(d, key->text, &part, err));
-        ITH_TRY(read_choices(d, entry, part, err));
         ITH_TRY(read_location(entry, info, part, err));
+        ITH_TRY(read_choices(d, entry, part, err));
         ITH_TRY(read_streaming(entry, &streaming, err));
     }
     return ITH_OK;

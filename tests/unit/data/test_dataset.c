@@ -52,25 +52,16 @@ static void expect_load_fails(const char *path, ith_status status, const char *p
     ith_dataset_close(d);
 }
 
-#define TURN(role, text) "{\"role\":\"" role "\",\"content\":\"" text "\"}"
-#define TURN0(role, text) "{\"role\":\"" role "\",\"content\":\"" text "\",\"loss_weight\":0}"
+#define Q "{\"role\":\"user\",\"content\":\"q\"}"
+#define A "{\"role\":\"assistant\",\"content\":\"a\"}"
+#define A0 "{\"role\":\"assistant\",\"content\":\"a\",\"loss_weight\":0}"
+#define MANY_ROW "{\"messages\":[" Q "," A "," A "]}\n"
 
-static const char *const chat_rows =
-    "{\"messages\":[" TURN("user", "q1") "," TURN("assistant", "a1") "," TURN(
-        "user",
-        "q2") "," TURN("assistant",
-                       "a2") "]}\n"
-                             "{\"messages\":[" TURN("user", "q1") "," TURN0(
-                                 "assistant",
-                                 "a1") "," TURN("user",
-                                                "q2") "," TURN("assistant",
-                                                               "a2") "]}\n"
-                                                                     "{\"messages\":[]}\n"
-                                                                     "{\"messages\":[" TURN0(
-                                                                         "assistant",
-                                                                         "a") "]}\n"
-                                                                              "{\"messages\":["
-                                                                              "7]}\n";
+static const char chat_rows[] = "{\"messages\":[" Q "," A "," Q "," A "]}\n"
+                                "{\"messages\":[" Q "," A0 "," Q "," A "]}\n"
+                                "{\"messages\":[]}\n"
+                                "{\"messages\":[" A0 "]}\n"
+                                "{\"messages\":[7]}\n";
 
 /* One sample per supervised turn; a turn of weight 0 gives none; rows without any are counted by
  * reason (cases S03, S28). */
@@ -301,9 +292,7 @@ static void test_index_is_the_same_for_any_number_of_threads(void **state)
         if (i % 7 == 3)
             ith_buf_printf(&text, "{\"messages\":[{\"role\":\"x%d\"}]}\n", i);
         else
-            ith_buf_printf(&text, "%s",
-                           "{\"messages\":[" TURN("user", "q") "," TURN("assistant", "a") "," TURN(
-                               "assistant", "b") "]}\n");
+            ith_buf_puts(&text, MANY_ROW);
     }
     put("many.jsonl", text.data);
     ith_dataset *one = open_indexed(at("many.jsonl"), (ith_dataset_options){0});
