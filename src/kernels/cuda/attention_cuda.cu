@@ -1,0 +1,274 @@
+/* attention_cuda.cu - attention over packed documents: which way it is computed, and the memory.
+ *
+ * bf16 goes to cuDNN: documents of one length as a batch (faster), others packed, with offsets made
+ * on the device from cu_seqlens. Everything else, and backward when re-runs must be bit-equal
+ * (cuDNN adds dq up with atomics), goes to the plain kernels.
+ * Invariants: 1. lse is [T,Hq] on every way, so forward and backward may take different ones.
+ * 2. Workspace is an upper bound over all ways, for the plan is made before documents are known;
+ * more documents than PLANNED_DOCS and than the plan's batch had are an error of the plan. */
+#include "kernels/cuda/common.cuh"
+#include "kernels/cuda/sdpa_graph.h"
+
+enum { PLANNED_DOCS = 1024, LIBRARY_SLACK_BYTES = 16 << 20 };
+
+ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
+                                     ith_tensor v_cache, ith_tensor lengths, float scale);
+
+typedef enum { WAY_PLAIN, WAY_BATCH, WAY_PACKED } way;
+
+/* Sizes in steps of a quarter of a power of two: few plans for many shapes, at most 25% more. */
+static int64_t bucket(int64_t n)
+{
+    int64_t step = 1;
+    while (step * 8 < n)
+        step *= 2;
+    return n <= 4 ? ith_max_i64(n, 1) : ith_round_up(n, step);
+}
+
+/* cuDNN reads and writes 16 bytes at once. */
+static bool fits_cudnn(ith_tensor t)
+{
+    return t.dtype == ITH_BF16 && t.shape[2] % 16 == 0 && t.shape[2] <= 256 && t.stride[2] == 1 &&
+           (uintptr_t)t.data % 16 == 0 && t.stride[0] % 8 == 0 && t.stride[1] % 8 == 0;
+}
+
+/* Length that all documents share, when batches of them are worth a plan; 0: none. */
+static int64_t common_length(ith_seqs seqs)
+{
+    if (!seqs.cu_host || seqs.num_docs < 1)
+        return 0;
+    int64_t len = seqs.cu_host[1] - seqs.cu_host[0];
+    for (int64_t i = 1; i < seqs.num_docs; i++)
+        if (seqs.cu_host[i + 1] - seqs.cu_host[i] != len)
+            return 0;
+    return len % 128 == 0 || seqs.num_docs == 1 ? len : 0;
+}
+
+static way way_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o, ith_seqs seqs)
+{
+    if (!fits_cudnn(q) || !fits_cudnn(k) || !fits_cudnn(v) || !fits_cudnn(o))
+        return WAY_PLAIN;
+    return common_length(seqs) > 0 ? WAY_BATCH : WAY_PACKED;
+}
+
+static ith_sdpa_place place_of(ith_tensor t)
+{
+    ith_sdpa_place p = {t.stride[0], t.stride[1]};
+    return p;
+}
+
+static ith_sdpa_key key_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o, ith_seqs seqs,
+                           bool causal, way how)
+{
+    ith_sdpa_key key = {};
+    key.packed = how == WAY_PACKED;
+    key.batch = key.packed ? bucket(seqs.num_docs) : seqs.num_docs;
+    key.seq = key.packed ? bucket(ith_div_ceil(seqs.max_len, 128)) * 128 : common_length(seqs);
+    key.heads_q = q.shape[1];
+    key.heads_kv = k.shape[1];
+    key.head_dim = q.shape[2];
+    key.causal = causal;
+    key.q = place_of(q);
+    key.k = place_of(k);
+    key.v = place_of(v);
+    key.o = place_of(o);
+    return key;
+}
+
+struct strides {
+    int64_t v[ITH_SDPA_MAX_RAGGED];
+};
+
+/* offsets[i][d] = first row of document d * stride i; documents past the last are empty. */
+__global__ void make_offsets(int64_t *__restrict__ offsets, int32_t *__restrict__ lengths,
+                             const int32_t *__restrict__ cu, int64_t num_docs, int64_t batch,
+                             strides s, int num_strides)
+{
+    int64_t d = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (d > batch)
+        return;
+    int64_t at = cu[d < num_docs ? d : num_docs];
+    for (int i = 0; i < num_strides; i++)
+        offsets[i * (batch + 1) + d] = at * s.v[i];
+    if (d < batch)
+        lengths[d] = d < num_docs ? cu[d + 1] - (int32_t)at : 0;
+}
+
+static int64_t offsets_bytes(int64_t batch)
+{
+    return ith_round_up(ITH_SDPA_MAX_RAGGED * (batch + 1) * 8, 256) + ith_round_up(batch * 4, 256);
+}
+
+static int64_t most_docs(ith_seqs seqs)
+{
+    return bucket(ith_max_i64(seqs.num_docs, PLANNED_DOCS));
+}
+
+static void add_offsets(ith_ctx *ctx, ith_carve *scratch, const ith_sdpa_plan *plan, ith_seqs seqs,
+                        void **data)
+{
+    int64_t batch = plan->key.batch;
+    if (!plan->key.packed)
+        return;
+    int64_t *offsets = (int64_t *)ith_carve_take(scratch, ITH_SDPA_MAX_RAGGED * (batch + 1) * 8);
+    int32_t *lengths = (int32_t *)ith_carve_take(scratch, batch * 4);
+    strides s;
+    for (int i = 0; i < ITH_SDPA_MAX_RAGGED; i++) {
+        s.v[i] = plan->ragged_stride[i];
+        data[ITH_SDPA_RAGGED + i] = offsets + i * (batch + 1);
+    }
+    data[ITH_SDPA_LENGTHS] = lengths;
+    make_offsets<<<(unsigned)ith_div_ceil(batch + 1, 256), 256, 0, ith_cuda_stream(ctx)>>>(
+        offsets, lengths, (const int32_t *)seqs.cu_seqlens.data, seqs.num_docs, batch, s,
+        plan->num_ragged);
+}
+
+static ith_status run_plan(ith_ctx *ctx, ith_carve *scratch, const ith_sdpa_plan *plan, void **data,
+                           float scale, ith_tensor named)
+{
+    char shape[96];
+    int64_t left = scratch->size - scratch->used;
+    if (plan->workspace_bytes > left)
+        return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED,
+                        "%s: cuDNN engine %lld wants %lld bytes of workspace, %lld were planned",
+                        ith_tensor_text(named, shape, sizeof shape), (long long)plan->engine,
+                        (long long)plan->workspace_bytes, (long long)left);
+    void *workspace = ith_carve_take(scratch, plan->workspace_bytes);
+    ITH_WRAP(ith_sdpa_execute(ctx, plan, data, scale, workspace), ctx->err, "%s",
+             ith_tensor_text(named, shape, sizeof shape));
+    return ITH_CUDA_LAUNCHED(ctx, named);
+}
+
+static int64_t attention_forward_workspace(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                                           ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
+                                           bool causal)
+{
+    (void)ctx, (void)lse, (void)scale, (void)causal;
+    if (q.shape[0] == 0 || way_of(q, k, v, o, seqs) == WAY_PLAIN)
+        return 0;
+    return offsets_bytes(most_docs(seqs)) + LIBRARY_SLACK_BYTES;
+}
+
+static ith_status attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                                    ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
+                                    bool causal)
+{
+    if (ith_numel(q) == 0)
+        return ITH_OK;
+    way how = way_of(q, k, v, o, seqs);
+    if (how == WAY_PLAIN)
+        return ith_attention_plain_forward(ctx, o, lse, q, k, v, seqs, scale, causal);
+    ith_sdpa_key key = key_of(q, k, v, o, seqs, causal, how);
+    const ith_sdpa_plan *plan = NULL;
+    ITH_TRY(ith_sdpa_plan_of(ctx, &key, &plan));
+    ith_carve scratch = ith_carve_begin(ctx);
+    void *data[ITH_SDPA_NAMES] = {NULL};
+    data[ITH_SDPA_Q] = q.data;
+    data[ITH_SDPA_K] = k.data;
+    data[ITH_SDPA_V] = v.data;
+    data[ITH_SDPA_O] = o.data;
+    data[ITH_SDPA_LSE] = lse.data;
+    add_offsets(ctx, &scratch, plan, seqs, data);
+    return run_plan(ctx, &scratch, plan, data, scale, q);
+}
+
+/* ---- backward ---------------------------------------------------------------------------------------- */
+
+static bool backward_is_plain(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
+                              ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
+                              ith_tensor o, ith_seqs seqs)
+{
+    return ctx->deterministic || way_of(q, k, v, o, seqs) == WAY_PLAIN || !fits_cudnn(do_) ||
+           !fits_cudnn(dq) || !fits_cudnn(dk) || !fits_cudnn(dv);
+}
+
+/* cuDNN wants packed gradients without gaps; a strided one is made here and copied. */
+static int64_t gap_bytes(ith_tensor t)
+{
+    return ith_is_contiguous(t) ? 0 : ith_round_up(ith_tensor_bytes(t), 256);
+}
+
+static int64_t attention_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
+                                            ith_tensor dv, ith_tensor do_, ith_tensor q,
+                                            ith_tensor k, ith_tensor v, ith_tensor o,
+                                            ith_tensor lse, ith_seqs seqs, float scale, bool causal)
+{
+    (void)scale, (void)causal;
+    int64_t delta = ith_round_up(ith_mul_bytes(ith_numel(lse), 4), 256);
+    if (q.shape[0] == 0 || backward_is_plain(ctx, dq, dk, dv, do_, q, k, v, o, seqs))
+        return delta;
+    int64_t heads = ith_round_up(ith_mul_bytes((q.shape[0] + 128) * q.shape[1] * q.shape[2], 2), 256);
+    return delta + 4 * heads /* f32 dq, and dk and dv of every query head */ + gap_bytes(dq) +
+           gap_bytes(dk) + gap_bytes(dv) + offsets_bytes(most_docs(seqs)) + LIBRARY_SLACK_BYTES;
+}
+
+/* t itself, or a dense one of its shape in scratch. */
+static ith_tensor dense_of(ith_carve *scratch, ith_tensor t)
+{
+    if (ith_is_contiguous(t))
+        return t;
+    return ith_tensor_3d(ith_carve_take(scratch, ith_tensor_bytes(t)), t.dtype, t.shape[0],
+                         t.shape[1], t.shape[2]);
+}
+
+static ith_status copy_back(ith_ctx *ctx, ith_tensor to, ith_tensor from)
+{
+    return to.data == from.data ? ITH_OK : ctx->backend->cast.run(ctx, to, from);
+}
+
+static ith_status attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
+                                     ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
+                                     ith_tensor o, ith_tensor lse, ith_seqs seqs, float scale,
+                                     bool causal)
+{
+    if (ith_numel(q) == 0)
+        return ITH_OK;
+    ith_carve scratch = ith_carve_begin(ctx);
+    void *delta = ith_carve_take(&scratch, ith_numel(lse) * 4);
+    if (backward_is_plain(ctx, dq, dk, dv, do_, q, k, v, o, seqs))
+        return ith_attention_plain_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
+                                            causal, (float *)delta);
+    way how = way_of(q, k, v, o, seqs);
+    bool packed = how == WAY_PACKED;
+    ith_tensor dq_to = packed ? dense_of(&scratch, dq) : dq;
+    ith_tensor dk_to = packed ? dense_of(&scratch, dk) : dk;
+    ith_tensor dv_to = packed ? dense_of(&scratch, dv) : dv;
+    ith_sdpa_key key = key_of(q, k, v, o, seqs, causal, how);
+    key.backward = 1;
+    key.do_ = place_of(do_);
+    key.dq = place_of(dq_to);
+    key.dk = place_of(dk_to);
+    key.dv = place_of(dv_to);
+    const ith_sdpa_plan *plan = NULL;
+    ITH_TRY(ith_sdpa_plan_of(ctx, &key, &plan));
+    void *data[ITH_SDPA_NAMES] = {NULL};
+    data[ITH_SDPA_Q] = q.data;
+    data[ITH_SDPA_K] = k.data;
+    data[ITH_SDPA_V] = v.data;
+    data[ITH_SDPA_O] = o.data;
+    data[ITH_SDPA_LSE] = lse.data;
+    data[ITH_SDPA_DO] = do_.data;
+    data[ITH_SDPA_DQ] = dq_to.data;
+    data[ITH_SDPA_DK] = dk_to.data;
+    data[ITH_SDPA_DV] = dv_to.data;
+    data[ITH_SDPA_DELTA] = delta;
+    data[ITH_SDPA_DQ_SUM] = ith_carve_take(&scratch, ith_numel(q) * 4);
+    if (packed && q.shape[1] != k.shape[1]) {
+        data[ITH_SDPA_DK_HEADS] = ith_carve_take(&scratch, ith_numel(q) * 2);
+        data[ITH_SDPA_DV_HEADS] = ith_carve_take(&scratch, ith_numel(q) * 2);
+    }
+    add_offsets(ctx, &scratch, plan, seqs, data);
+    ITH_TRY(run_plan(ctx, &scratch, plan, data, scale, q));
+    ITH_TRY(copy_back(ctx, dq, dq_to));
+    ITH_TRY(copy_back(ctx, dk, dk_to));
+    return copy_back(ctx, dv, dv_to);
+}
+
+void ith_cuda_fill_attention(struct ith_backend *b)
+{
+    b->attention_forward.run = attention_forward;
+    b->attention_forward.workspace = attention_forward_workspace;
+    b->attention_backward.run = attention_backward;
+    b->attention_backward.workspace = attention_backward_workspace;
+    b->attention_decode.run = ith_cuda_attention_decode;
+}

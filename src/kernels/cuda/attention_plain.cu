@@ -1,0 +1,389 @@
+/* attention_plain.cu - flash attention in plain fp32 arithmetic, for fp32 tensors and for shapes
+ * that cuDNN does not take. Any head size up to 512, any row stride; memory O(T).
+ *
+ * A block owns ROWS rows of one head and walks tiles of COLS rows of the other side; 16 lanes share
+ * a row. Rows of one tile may belong to several documents: every row carries its own range, and the
+ * walk covers their union. Backward makes the weights again from lse, once for dk and dv (a block
+ * owns keys and sums over the query heads of its kv head) and once for dq: no atomics, so the bits
+ * never vary. lse and delta are [T,Hq]. */
+#include "kernels/cuda/common.cuh"
+
+enum { ROWS = 16, LANES = 16, COLS = 32, THREADS = ROWS * LANES, MAX_DIM = 512 };
+
+struct attn_args {
+    int64_t tokens, q_heads, kv_heads, dim;
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, do_row, do_head;
+    int64_t dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;
+    int64_t num_docs;
+    float scale;
+    bool causal;
+};
+
+struct range {
+    int32_t begin, end;
+};
+
+/* Document of token t: the last one that begins at or before it (empty ones lie before it). */
+__device__ __forceinline__ range document_of(const int32_t *cu, int64_t num_docs, int64_t t)
+{
+    int64_t lo = 0, hi = num_docs; /* cu[lo] <= t < cu[hi] */
+    while (hi - lo > 1) {
+        int64_t mid = (lo + hi) / 2;
+        if (cu[mid] <= t)
+            lo = mid;
+        else
+            hi = mid;
+    }
+    return {cu[lo], cu[lo + 1]};
+}
+
+/* Keys that query t sees, or (of_key) queries that see key t; empty past the end. */
+__device__ __forceinline__ range range_of(const attn_args &a, const int32_t *cu, int64_t t,
+                                          bool of_key)
+{
+    if (t >= a.tokens)
+        return {0, 0};
+    range r = document_of(cu, a.num_docs, t);
+    if (a.causal && of_key)
+        r.begin = (int32_t)t;
+    else if (a.causal)
+        r.end = (int32_t)t + 1;
+    return r;
+}
+
+/* The union of the rows' ranges; ranges[] is filled. All threads. */
+__device__ __forceinline__ range all_ranges(const attn_args &a, const int32_t *cu, int64_t row0,
+                                            bool of_key, range *ranges)
+{
+    if (threadIdx.x < ROWS)
+        ranges[threadIdx.x] = range_of(a, cu, row0 + threadIdx.x, of_key);
+    __syncthreads();
+    range all = ranges[0];
+    for (int i = 1; i < ROWS; i++)
+        if (ranges[i].end > ranges[i].begin) {
+            all.begin = min(all.begin, ranges[i].begin);
+            all.end = max(all.end, ranges[i].end);
+        }
+    return all;
+}
+
+/* to[row][d] = from[row0 + row, head, d] in f32, zero past the end; rows of `pitch` floats. */
+template <typename T>
+__device__ __forceinline__ void load_rows(float *to, int pitch, const T *from, int64_t row0,
+                                          int64_t end, int rows, int64_t row_stride, int dim)
+{
+    for (int n = (int)threadIdx.x; n < rows * dim; n += THREADS) {
+        int r = n / dim, d = n - r * dim;
+        to[r * pitch + d] = row0 + r < end ? to_f32(from[(row0 + r) * row_stride + d]) : 0.0f;
+    }
+}
+
+__device__ __forceinline__ float lanes_max(float x)
+{
+    for (int o = LANES / 2; o > 0; o >>= 1)
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
+    return x;
+}
+
+__device__ __forceinline__ float dot_of(const float *a, const float *b, int dim)
+{
+    float sum = 0;
+    for (int d = 0; d < dim; d++)
+        sum += a[d] * b[d];
+    return sum;
+}
+
+/* acc[i] += sum over the tile's columns of weight[row][col] * tile[col][lane + 16 i]. */
+template <int ITEMS>
+__device__ __forceinline__ void add_weighted(float (&acc)[ITEMS], const float *weight,
+                                             const float *tile, int pitch, int lane, int dim)
+{
+    for (int c = 0; c < COLS; c++) {
+        float w = weight[c];
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++)
+            if (lane + i * LANES < dim)
+                acc[i] += w * tile[c * pitch + lane + i * LANES];
+    }
+}
+
+template <typename T, int ITEMS>
+__device__ __forceinline__ void store_row(T *to, const float (&acc)[ITEMS], float factor, int lane,
+                                          int dim)
+{
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if (lane + i * LANES < dim)
+            to[lane + i * LANES] = from_f32<T>(acc[i] * factor);
+}
+
+template <typename T, int ITEMS>
+__global__ void __launch_bounds__(THREADS)
+    plain_forward(attn_args a, T *__restrict__ o, float *__restrict__ lse, const T *__restrict__ q,
+                  const T *__restrict__ k, const T *__restrict__ v, const int32_t *__restrict__ cu)
+{
+    extern __shared__ float shared[];
+    __shared__ range ranges[ROWS];
+    __shared__ float weight[ROWS][COLS];
+    int dim = (int)a.dim, pitch = dim + 1, r = (int)threadIdx.x / LANES;
+    int lane = (int)threadIdx.x % LANES;
+    float *qs = shared, *ks = qs + ROWS * pitch, *vs = ks + COLS * pitch;
+    int64_t row0 = (int64_t)blockIdx.x * ROWS, row = row0 + r, h = blockIdx.y;
+    int64_t kv = h / (a.q_heads / a.kv_heads);
+    range all = all_ranges(a, cu, row0, false, ranges), own = ranges[r];
+    load_rows<T>(qs, pitch, q + h * a.q_head, row0, a.tokens, ROWS, a.q_row, dim);
+    float acc[ITEMS] = {}, max = -INFINITY, sum = 0;
+    for (int32_t c0 = all.begin; c0 < all.end; c0 += COLS) {
+        __syncthreads();
+        load_rows<T>(ks, pitch, k + kv * a.k_head, c0, all.end, COLS, a.k_row, dim);
+        load_rows<T>(vs, pitch, v + kv * a.v_head, c0, all.end, COLS, a.v_row, dim);
+        __syncthreads();
+        float s[2], top = max;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int32_t c = c0 + lane + i * LANES;
+            bool seen = c >= own.begin && c < own.end;
+            s[i] = seen ? a.scale * dot_of(qs + r * pitch, ks + (lane + i * LANES) * pitch, dim)
+                        : -INFINITY;
+            top = fmaxf(top, s[i]);
+        }
+        top = lanes_max(top);
+        float back = top == -INFINITY ? 1.0f : expf(max - top), part = 0;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float p = s[i] == -INFINITY ? 0.0f : expf(s[i] - top);
+            weight[r][lane + i * LANES] = p;
+            part += p;
+        }
+        sum = sum * back + group_sum(part, LANES);
+        max = top;
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++)
+            acc[i] *= back;
+        add_weighted<ITEMS>(acc, weight[r], vs, pitch, lane, dim);
+    }
+    if (row >= a.tokens)
+        return;
+    store_row<T, ITEMS>(o + row * a.o_row + h * a.o_head, acc, 1.0f / sum, lane, dim);
+    if (lane == 0)
+        lse[row * a.q_heads + h] = max + logf(sum);
+}
+
+/* delta[t,h] = sum_d do*o, a warp each. */
+template <typename T>
+__global__ void plain_delta(attn_args a, float *__restrict__ delta, const T *__restrict__ do_,
+                            const T *__restrict__ o)
+{
+    int64_t at = (int64_t)blockIdx.x * 4 + threadIdx.x / 32;
+    int lane = (int)threadIdx.x % 32;
+    if (at >= a.tokens * a.q_heads)
+        return;
+    int64_t t = at / a.q_heads, h = at - t * a.q_heads;
+    float sum = 0;
+    for (int d = lane; d < a.dim; d += 32)
+        sum += to_f32(do_[t * a.do_row + h * a.do_head + d]) *
+               to_f32(o[t * a.o_row + h * a.o_head + d]);
+    sum = group_sum(sum, 32);
+    if (lane == 0)
+        delta[at] = sum;
+}
+
+template <typename T, int ITEMS>
+__global__ void __launch_bounds__(THREADS)
+    plain_dq(attn_args a, T *__restrict__ dq, const T *__restrict__ do_, const T *__restrict__ q,
+             const T *__restrict__ k, const T *__restrict__ v, const float *__restrict__ lse,
+             const float *__restrict__ delta, const int32_t *__restrict__ cu)
+{
+    extern __shared__ float shared[];
+    __shared__ range ranges[ROWS];
+    __shared__ float weight[ROWS][COLS];
+    int dim = (int)a.dim, pitch = dim + 1, r = (int)threadIdx.x / LANES;
+    int lane = (int)threadIdx.x % LANES;
+    float *qs = shared, *gs = qs + ROWS * pitch, *ks = gs + ROWS * pitch, *vs = ks + COLS * pitch;
+    int64_t row0 = (int64_t)blockIdx.x * ROWS, row = row0 + r, h = blockIdx.y;
+    int64_t kv = h / (a.q_heads / a.kv_heads);
+    range all = all_ranges(a, cu, row0, false, ranges), own = ranges[r];
+    load_rows<T>(qs, pitch, q + h * a.q_head, row0, a.tokens, ROWS, a.q_row, dim);
+    load_rows<T>(gs, pitch, do_ + h * a.do_head, row0, a.tokens, ROWS, a.do_row, dim);
+    bool live = row < a.tokens;
+    float own_lse = live ? lse[row * a.q_heads + h] : 0.0f;
+    float own_delta = live ? delta[row * a.q_heads + h] : 0.0f, acc[ITEMS] = {};
+    for (int32_t c0 = all.begin; c0 < all.end; c0 += COLS) {
+        __syncthreads();
+        load_rows<T>(ks, pitch, k + kv * a.k_head, c0, all.end, COLS, a.k_row, dim);
+        load_rows<T>(vs, pitch, v + kv * a.v_head, c0, all.end, COLS, a.v_row, dim);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int at = lane + i * LANES;
+            float ds = 0;
+            if (c0 + at >= own.begin && c0 + at < own.end) {
+                float s = dot_of(qs + r * pitch, ks + at * pitch, dim);
+                float dp = dot_of(gs + r * pitch, vs + at * pitch, dim);
+                ds = expf(a.scale * s - own_lse) * (dp - own_delta) * a.scale;
+            }
+            weight[r][at] = ds;
+        }
+        __syncwarp();
+        add_weighted<ITEMS>(acc, weight[r], ks, pitch, lane, dim);
+    }
+    if (live)
+        store_row<T, ITEMS>(dq + row * a.dq_row + h * a.dq_head, acc, 1.0f, lane, dim);
+}
+
+template <typename T, int ITEMS>
+__global__ void __launch_bounds__(THREADS)
+    plain_dkv(attn_args a, T *__restrict__ dk, T *__restrict__ dv, const T *__restrict__ do_,
+              const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
+              const float *__restrict__ lse, const float *__restrict__ delta,
+              const int32_t *__restrict__ cu)
+{
+    extern __shared__ float shared[];
+    __shared__ range ranges[ROWS];
+    __shared__ float weight_k[ROWS][COLS], weight_v[ROWS][COLS];
+    int dim = (int)a.dim, pitch = dim + 1, r = (int)threadIdx.x / LANES;
+    int lane = (int)threadIdx.x % LANES;
+    float *ks = shared, *vs = ks + ROWS * pitch, *qs = vs + ROWS * pitch, *gs = qs + COLS * pitch;
+    int64_t row0 = (int64_t)blockIdx.x * ROWS, row = row0 + r, kv = blockIdx.y;
+    int64_t group = a.q_heads / a.kv_heads;
+    range all = all_ranges(a, cu, row0, true, ranges), own = ranges[r];
+    load_rows<T>(ks, pitch, k + kv * a.k_head, row0, a.tokens, ROWS, a.k_row, dim);
+    load_rows<T>(vs, pitch, v + kv * a.v_head, row0, a.tokens, ROWS, a.v_row, dim);
+    float acc_k[ITEMS] = {}, acc_v[ITEMS] = {};
+    for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
+        for (int32_t c0 = all.begin; c0 < all.end; c0 += COLS) {
+            __syncthreads();
+            load_rows<T>(qs, pitch, q + h * a.q_head, c0, all.end, COLS, a.q_row, dim);
+            load_rows<T>(gs, pitch, do_ + h * a.do_head, c0, all.end, COLS, a.do_row, dim);
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                int at = lane + i * LANES;
+                int64_t t = c0 + at;
+                float p = 0, ds = 0;
+                if (t >= own.begin && t < own.end) {
+                    float s = dot_of(qs + at * pitch, ks + r * pitch, dim);
+                    float dp = dot_of(gs + at * pitch, vs + r * pitch, dim);
+                    p = expf(a.scale * s - lse[t * a.q_heads + h]);
+                    ds = p * (dp - delta[t * a.q_heads + h]) * a.scale;
+                }
+                weight_v[r][at] = p;
+                weight_k[r][at] = ds;
+            }
+            __syncwarp();
+            add_weighted<ITEMS>(acc_k, weight_k[r], qs, pitch, lane, dim);
+            add_weighted<ITEMS>(acc_v, weight_v[r], gs, pitch, lane, dim);
+        }
+    }
+    if (row >= a.tokens)
+        return;
+    store_row<T, ITEMS>(dk + row * a.dk_row + kv * a.dk_head, acc_k, 1.0f, lane, dim);
+    store_row<T, ITEMS>(dv + row * a.dv_row + kv * a.dv_head, acc_v, 1.0f, lane, dim);
+}
+
+static attn_args args_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o, ith_seqs seqs,
+                         float scale, bool causal)
+{
+    attn_args a = {};
+    a.tokens = q.shape[0];
+    a.q_heads = q.shape[1];
+    a.kv_heads = k.shape[1];
+    a.dim = q.shape[2];
+    a.q_row = q.stride[0];
+    a.q_head = q.stride[1];
+    a.k_row = k.stride[0];
+    a.k_head = k.stride[1];
+    a.v_row = v.stride[0];
+    a.v_head = v.stride[1];
+    a.o_row = o.stride[0];
+    a.o_head = o.stride[1];
+    a.num_docs = seqs.num_docs;
+    a.scale = scale;
+    a.causal = causal;
+    return a;
+}
+
+static ith_status check_dim(ith_ctx *ctx, ith_tensor q)
+{
+    if (q.shape[2] > MAX_DIM)
+        return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED, "head_dim %lld; the most is %d",
+                        (long long)q.shape[2], MAX_DIM);
+    return ITH_OK;
+}
+
+/* Launches KERNEL with `tiles` shared rows of dim + 1 floats. */
+#define LAUNCH(KERNEL, heads, shared_rows, ...)                                                    \
+    do {                                                                                           \
+        size_t bytes_ = (size_t)((shared_rows) * (a.dim + 1)) * sizeof(float);                     \
+        ITH_CUDA_TRY(ctx,                                                                          \
+                     cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,     \
+                                          (int)bytes_),                                            \
+                     q);                                                                           \
+        KERNEL<<<dim3((unsigned)ith_div_ceil(a.tokens, ROWS), (unsigned)(heads)), THREADS, bytes_, \
+                 ith_cuda_stream(ctx)>>>(a, __VA_ARGS__);                                          \
+    } while (0)
+
+template <typename T, int ITEMS>
+static ith_status forward_of(ith_ctx *ctx, const attn_args &a, ith_tensor o, ith_tensor lse,
+                             ith_tensor q, ith_tensor k, ith_tensor v, ith_seqs seqs)
+{
+    LAUNCH((plain_forward<T, ITEMS>), a.q_heads, ROWS + 2 * COLS, (T *)o.data, (float *)lse.data,
+           (const T *)q.data, (const T *)k.data, (const T *)v.data,
+           (const int32_t *)seqs.cu_seqlens.data);
+    return ITH_CUDA_LAUNCHED(ctx, q);
+}
+
+template <typename T, int ITEMS>
+static ith_status backward_of(ith_ctx *ctx, const attn_args &a, ith_tensor dq, ith_tensor dk,
+                              ith_tensor dv, ith_tensor do_, ith_tensor q, ith_tensor k,
+                              ith_tensor v, ith_tensor o, ith_tensor lse, ith_seqs seqs,
+                              float *delta)
+{
+    const int32_t *cu = (const int32_t *)seqs.cu_seqlens.data;
+    plain_delta<T><<<(unsigned)ith_div_ceil(a.tokens * a.q_heads, 4), 128, 0,
+                     ith_cuda_stream(ctx)>>>(a, delta, (const T *)do_.data, (const T *)o.data);
+    LAUNCH((plain_dq<T, ITEMS>), a.q_heads, 2 * ROWS + 2 * COLS, (T *)dq.data, (const T *)do_.data,
+           (const T *)q.data, (const T *)k.data, (const T *)v.data, (const float *)lse.data, delta,
+           cu);
+    LAUNCH((plain_dkv<T, ITEMS>), a.kv_heads, 2 * ROWS + 2 * COLS, (T *)dk.data, (T *)dv.data,
+           (const T *)do_.data, (const T *)q.data, (const T *)k.data, (const T *)v.data,
+           (const float *)lse.data, delta, cu);
+    return ITH_CUDA_LAUNCHED(ctx, q);
+}
+
+ith_status ith_attention_plain_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                                       ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
+                                       bool causal)
+{
+    ITH_TRY(check_dim(ctx, q));
+    attn_args a = args_of(q, k, v, o, seqs, scale, causal);
+    ITH_BY_TYPE(q.dtype, {
+        if (a.dim <= 128)
+            return forward_of<T, 8>(ctx, a, o, lse, q, k, v, seqs);
+        return forward_of<T, MAX_DIM / LANES>(ctx, a, o, lse, q, k, v, seqs);
+    });
+}
+
+ith_status ith_attention_plain_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
+                                        ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
+                                        ith_tensor o, ith_tensor lse, ith_seqs seqs, float scale,
+                                        bool causal, float *delta)
+{
+    ITH_TRY(check_dim(ctx, q));
+    attn_args a = args_of(q, k, v, o, seqs, scale, causal);
+    a.do_row = do_.stride[0];
+    a.do_head = do_.stride[1];
+    a.dq_row = dq.stride[0];
+    a.dq_head = dq.stride[1];
+    a.dk_row = dk.stride[0];
+    a.dk_head = dk.stride[1];
+    a.dv_row = dv.stride[0];
+    a.dv_head = dv.stride[1];
+    ITH_BY_TYPE(q.dtype, {
+        if (a.dim <= 128)
+            return backward_of<T, 8>(ctx, a, dq, dk, dv, do_, q, k, v, o, lse, seqs, delta);
+        return backward_of<T, MAX_DIM / LANES>(ctx, a, dq, dk, dv, do_, q, k, v, o, lse, seqs,
+                                               delta);
+    });
+}

@@ -1,0 +1,372 @@
+/* device_cuda.c - the CUDA device behind base/device.h, and what the plug-in exports. */
+#include "kernels/cuda/cuda_api.h"
+#include "kernels/cuda/sdpa_graph.h"
+
+#include <stdio.h>
+#include <string.h>
+
+ith_status ith_cuda_check(ith_error *err, cudaError_t code, const char *what, ith_tensor t)
+{
+    char shape[96];
+    if (code == cudaSuccess)
+        return ITH_OK;
+    return ith_fail(err, code == cudaErrorMemoryAllocation ? ITH_ERR_MEMORY : ITH_ERR_RUN,
+                    "%s: %s on %s", what, cudaGetErrorString(code),
+                    ith_tensor_text(t, shape, sizeof shape));
+}
+
+/* ---- device ------------------------------------------------------------------------------------------- */
+
+static ith_cuda *cuda_of(ith_device *d)
+{
+    return d->state;
+}
+
+static ith_status check_bytes(ith_device *d, cudaError_t code, const char *what, int64_t bytes,
+                              ith_error *err)
+{
+    if (code == cudaSuccess)
+        return ITH_OK;
+    return ith_fail(err, ITH_ERR_RUN, "%s: %s of %lld bytes: %s", d->name, what, (long long)bytes,
+                    cudaGetErrorString(code));
+}
+
+static ith_status cuda_memory(ith_device *d, int64_t *free_bytes, int64_t *total_bytes,
+                              ith_error *err)
+{
+    size_t left = 0, total = 0;
+    ITH_TRY(check_bytes(d, cudaMemGetInfo(&left, &total), "free memory", 0, err));
+    *free_bytes = (int64_t)left;
+    *total_bytes = (int64_t)total;
+    return ITH_OK;
+}
+
+static ith_status cuda_alloc(ith_device *d, int64_t bytes, void **out, ith_error *err)
+{
+    void *ptr = NULL;
+    cudaError_t code = cudaMalloc(&ptr, (size_t)(bytes > 0 ? bytes : 1));
+    if (code == cudaErrorMemoryAllocation) {
+        int64_t left = 0, total = 0;
+        (void)cudaGetLastError();
+        (void)cuda_memory(d, &left, &total, NULL);
+        return ith_fail(err, ITH_ERR_MEMORY,
+                        "out of memory: %lld bytes on %s (%lld of %lld bytes are free)",
+                        (long long)bytes, d->name, (long long)left, (long long)total);
+    }
+    ITH_TRY(check_bytes(d, code, "allocation", bytes, err));
+    *out = ptr;
+    return ITH_OK;
+}
+
+static void cuda_free(ith_device *d, void *ptr)
+{
+    (void)d;
+    (void)cudaFree(ptr);
+}
+
+static ith_status move(ith_device *d, void *dst, const void *src, int64_t bytes,
+                       enum cudaMemcpyKind kind, const char *what, ith_error *err)
+{
+    if (bytes <= 0)
+        return ITH_OK;
+    return check_bytes(d, cudaMemcpyAsync(dst, src, (size_t)bytes, kind, cuda_of(d)->stream), what,
+                       bytes, err);
+}
+
+static ith_status cuda_upload(ith_device *d, void *dst, const void *src, int64_t bytes,
+                              ith_error *err)
+{
+    return move(d, dst, src, bytes, cudaMemcpyHostToDevice, "upload", err);
+}
+
+static ith_status cuda_download(ith_device *d, void *dst, const void *src, int64_t bytes,
+                                ith_error *err)
+{
+    return move(d, dst, src, bytes, cudaMemcpyDeviceToHost, "download", err);
+}
+
+static ith_status cuda_copy(ith_device *d, void *dst, const void *src, int64_t bytes,
+                            ith_error *err)
+{
+    return move(d, dst, src, bytes, cudaMemcpyDeviceToDevice, "copy", err);
+}
+
+static ith_status cuda_fill(ith_device *d, void *dst, int byte, int64_t bytes, ith_error *err)
+{
+    if (bytes <= 0)
+        return ITH_OK;
+    return check_bytes(d, cudaMemsetAsync(dst, byte, (size_t)bytes, cuda_of(d)->stream), "fill",
+                       bytes, err);
+}
+
+static ith_status cuda_sync(ith_device *d, ith_error *err)
+{
+    return check_bytes(d, cudaStreamSynchronize(cuda_of(d)->stream), "wait", 0, err);
+}
+
+/* Without a driver there is nothing but counting; who tries more is told so. */
+static ith_status absent_alloc(ith_device *d, int64_t bytes, void **out, ith_error *err)
+{
+    (void)out;
+    return ith_fail(err, ITH_ERR_UNSUPPORTED, "%s was opened for counting only (%lld bytes wanted)",
+                    d->name, (long long)bytes);
+}
+
+static ith_status absent_move(ith_device *d, void *dst, const void *src, int64_t bytes,
+                              ith_error *err)
+{
+    (void)dst, (void)src;
+    return absent_alloc(d, bytes, NULL, err);
+}
+
+static ith_status absent_fill(ith_device *d, void *dst, int byte, int64_t bytes, ith_error *err)
+{
+    (void)dst, (void)byte;
+    return absent_alloc(d, bytes, NULL, err);
+}
+
+static ith_status absent_sync(ith_device *d, ith_error *err)
+{
+    (void)d, (void)err;
+    return ITH_OK;
+}
+
+static ith_status absent_memory(ith_device *d, int64_t *free_bytes, int64_t *total_bytes,
+                                ith_error *err)
+{
+    (void)free_bytes, (void)total_bytes;
+    return absent_alloc(d, 0, NULL, err);
+}
+
+static void absent_free(ith_device *d, void *ptr)
+{
+    (void)d, (void)ptr;
+}
+
+static void fill_device(ith_cuda *cuda)
+{
+    ith_device real = {cuda->name, cuda,      cuda_alloc, cuda_free, cuda_upload, cuda_download,
+                       cuda_copy,  cuda_fill, cuda_sync,  cuda_memory};
+    ith_device absent = {cuda->name,  cuda,        absent_alloc, absent_free, absent_move,
+                         absent_move, absent_move, absent_fill,  absent_sync, absent_memory};
+    cuda->device = cuda->counting_only ? absent : real;
+}
+
+/* ---- open and close ------------------------------------------------------------------------------------ */
+
+static ith_status check_runtime(cudaError_t code, const char *what, ith_error *err)
+{
+    if (code == cudaSuccess)
+        return ITH_OK;
+    return ith_fail(err, ITH_ERR_UNSUPPORTED, "CUDA: %s: %s", what, cudaGetErrorString(code));
+}
+
+static ith_status open_device(ith_cuda *cuda, ith_error *err)
+{
+    int count = 0;
+    struct cudaDeviceProp props;
+    ITH_TRY(check_runtime(cudaGetDeviceCount(&count), "devices", err));
+    if (cuda->index < 0 || cuda->index >= count)
+        return ith_fail(err, ITH_ERR_USAGE, "CUDA device %d: this machine has %d (0 to %d)",
+                        cuda->index, count, count - 1);
+    ITH_TRY(check_runtime(cudaGetDeviceProperties(&props, cuda->index), "device", err));
+    if (props.major != 9)
+        return ith_fail(err, ITH_ERR_UNSUPPORTED,
+                        "CUDA device %d is %s (compute capability %d.%d); this build is for 9.0",
+                        cuda->index, props.name, props.major, props.minor);
+    ITH_TRY(check_runtime(cudaSetDevice(cuda->index), "device", err));
+    return check_runtime(cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking), "stream",
+                         err);
+}
+
+static ith_status open_libraries(ith_cuda *cuda, ith_error *err)
+{
+    ITH_TRY(ith_cuda_libs_open(&cuda->libs, err));
+    const ith_cuda_libs *l = cuda->libs;
+    cublasStatus_t blas = l->cublasLtCreate(&cuda->lt);
+    if (blas != CUBLAS_STATUS_SUCCESS)
+        return ith_fail(err, ITH_ERR_RUN, "cuBLASLt: %s", l->cublasLtGetStatusString(blas));
+    cudnnStatus_t dnn = l->cudnnCreate(&cuda->dnn);
+    if (dnn == CUDNN_STATUS_SUCCESS)
+        dnn = l->cudnnSetStream(cuda->dnn, cuda->stream);
+    if (dnn != CUDNN_STATUS_SUCCESS)
+        return ith_fail(err, ITH_ERR_RUN, "cuDNN: %s", l->cudnnGetErrorString(dnn));
+    ITH_TRY(ith_matmul_cache_create(&cuda->matmuls, err));
+    return ith_sdpa_cache_create(&cuda->sdpas, err);
+}
+
+static void close_cuda(ith_cuda *cuda)
+{
+    if (cuda->stream)
+        (void)cudaStreamSynchronize(cuda->stream);
+    ith_sdpa_cache_destroy(cuda->sdpas, cuda->libs);
+    ith_matmul_cache_destroy(cuda->matmuls);
+    if (cuda->dnn)
+        (void)cuda->libs->cudnnDestroy(cuda->dnn);
+    if (cuda->lt)
+        (void)cuda->libs->cublasLtDestroy(cuda->lt);
+    if (cuda->stream)
+        (void)cudaStreamDestroy(cuda->stream);
+    ith_free(cuda);
+}
+
+/* Filled once, before the first open returns; the same for every device. */
+static const ith_backend *backend_table(void)
+{
+    static struct ith_backend table;
+    if (!table.name) {
+        ith_cuda_fill_rows(&table);
+        ith_cuda_fill_norm(&table);
+        ith_cuda_fill_rope(&table);
+        ith_cuda_fill_linear(&table);
+        ith_cuda_fill_attention(&table);
+        ith_cuda_fill_swiglu(&table);
+        ith_cuda_fill_loss(&table);
+        ith_cuda_fill_experts(&table);
+        ith_cuda_fill_grouped(&table);
+        ith_cuda_fill_optimizer(&table);
+        table.name = "cuda";
+    }
+    return &table;
+}
+
+void ith_cuda_abi(char out[96])
+{
+    ith_cuda_abi_text(out);
+}
+
+ith_status ith_cuda_open(ith_ctx *ctx, int index, bool counting_only)
+{
+    void *memory = NULL;
+    ITH_TRY(ith_alloc_zero(&memory, 1, (int64_t)sizeof(ith_cuda), "CUDA device", ctx->err));
+    ith_cuda *cuda = memory;
+    cuda->index = index;
+    cuda->counting_only = counting_only;
+    snprintf(cuda->name, sizeof cuda->name, "cuda:%d", index);
+    fill_device(cuda);
+    ith_status status = counting_only ? ITH_OK : open_device(cuda, ctx->err);
+    if (status == ITH_OK && !counting_only)
+        status = open_libraries(cuda, ctx->err);
+    if (status != ITH_OK) {
+        close_cuda(cuda);
+        return status;
+    }
+    ctx->backend = backend_table();
+    ctx->device = &cuda->device;
+    ctx->state = cuda;
+    return ITH_OK;
+}
+
+void ith_cuda_close(ith_ctx *ctx)
+{
+    if (ctx->state)
+        close_cuda(ctx->state);
+    ctx->state = NULL;
+    ctx->device = NULL;
+    ctx->backend = NULL;
+}
+
+/* ---- description ----------------------------------------------------------------------------------------- */
+
+static void describe_device(ith_buf *out, int index)
+{
+    struct cudaDeviceProp props;
+    if (cudaGetDeviceProperties(&props, index) != cudaSuccess)
+        return;
+    ith_buf_printf(out, "cuda:%d: %s, compute capability %d.%d, %d multiprocessors, %.1f GiB\n",
+                   index, props.name, props.major, props.minor, props.multiProcessorCount,
+                   (double)props.totalGlobalMem / (double)(1 << 30));
+}
+
+ith_status ith_cuda_describe(ith_buf *out, ith_error *err)
+{
+    int driver = 0, runtime = 0, count = 0;
+    const ith_cuda_libs *libs = NULL;
+    (void)cudaDriverGetVersion(&driver);
+    (void)cudaRuntimeGetVersion(&runtime);
+    ith_buf_printf(out, "CUDA runtime %d.%d, driver for %d.%d\n", runtime / 1000,
+                   runtime % 1000 / 10, driver / 1000, driver % 1000 / 10);
+    cudaError_t code = cudaGetDeviceCount(&count);
+    if (code != cudaSuccess)
+        ith_buf_printf(out, "CUDA devices: none (%s)\n", cudaGetErrorString(code));
+    for (int i = 0; code == cudaSuccess && i < count; i++)
+        describe_device(out, i);
+    ITH_TRY(ith_cuda_libs_open(&libs, err));
+    void *lt = NULL, *dnn = NULL;
+    memcpy(&lt, &libs->cublasLtMatmul, sizeof lt);
+    memcpy(&dnn, &libs->cudnnGetVersion, sizeof dnn);
+    ith_buf_printf(out, "cuBLASLt %lld: %s\n", (long long)libs->cublasLtGetVersion(),
+                   ith_cuda_libs_file(lt));
+    ith_buf_printf(out, "cuDNN %lld: %s\n", (long long)libs->cudnnGetVersion(),
+                   ith_cuda_libs_file(dnn));
+    return ith_buf_check(out, "description", err);
+}
+
+/* ---- graphs without a GPU --------------------------------------------------------------------------------- */
+
+static ith_sdpa_key key_for(int64_t batch, int64_t seq, int64_t hq, int64_t hkv, int64_t dim,
+                            bool causal, bool packed, bool fused_qkv)
+{
+    int64_t wide = fused_qkv ? (hq + 2 * hkv) * dim : 0;
+    ith_sdpa_place q = {fused_qkv ? wide : hq * dim, dim}, o = {hq * dim, dim};
+    ith_sdpa_place kv = {fused_qkv ? wide : hkv * dim, dim};
+    ith_sdpa_key key = {.batch = batch,
+                        .seq = seq,
+                        .heads_q = hq,
+                        .heads_kv = hkv,
+                        .head_dim = dim,
+                        .causal = causal,
+                        .packed = packed,
+                        .q = q,
+                        .k = kv,
+                        .v = kv,
+                        .o = o};
+    return key;
+}
+
+static void add_backward(ith_sdpa_key *key)
+{
+    ith_sdpa_place dense_q = {key->heads_q * key->head_dim, key->head_dim};
+    ith_sdpa_place dense_kv = {key->heads_kv * key->head_dim, key->head_dim};
+    key->backward = 1;
+    key->do_ = key->o;
+    key->dq = key->packed ? dense_q : key->q;
+    key->dk = key->packed ? dense_kv : key->k;
+    key->dv = key->packed ? dense_kv : key->v;
+}
+
+ith_status ith_cuda_check_graphs(ith_buf *out, ith_error *err)
+{
+    static const struct {
+        int64_t batch, seq, hq, hkv, dim;
+        bool causal;
+    } cases[] = {
+        {4, 4096, 16, 8, 128, true},   {1, 131072, 16, 8, 128, true}, {4, 4096, 32, 8, 128, true},
+        {2, 1000, 16, 8, 128, true},   {4, 4096, 8, 2, 256, true},    {4, 1024, 16, 16, 64, false},
+        {2, 512, 14, 2, 64, true},
+    };
+    const ith_cuda_libs *libs = NULL;
+    ITH_TRY(ith_cuda_libs_open(&libs, err));
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        for (int form = 0; form < 8; form++) {
+            bool packed = form & 1, backward = form & 2, fused = form & 4;
+            ith_sdpa_key key = key_for(cases[i].batch, cases[i].seq, cases[i].hq, cases[i].hkv,
+                                       cases[i].dim, cases[i].causal, packed, fused);
+            ith_sdpa_plan plan;
+            if (backward)
+                add_backward(&key);
+            ITH_WRAP(ith_sdpa_plan_offline(libs, &key, &plan, err), err,
+                     "%s %s of %lld x %lld, heads %lld/%lld, head_dim %lld%s",
+                     packed ? "packed" : "batch", backward ? "backward" : "forward",
+                     (long long)key.batch, (long long)key.seq, (long long)key.heads_q,
+                     (long long)key.heads_kv, (long long)key.head_dim, fused ? ", fused qkv" : "");
+            ith_buf_printf(out, "%s %s %lldx%lld %lld/%lld d%lld%s: engine %lld, %lld bytes\n",
+                           packed ? "packed" : "batch", backward ? "backward" : "forward",
+                           (long long)key.batch, (long long)key.seq, (long long)key.heads_q,
+                           (long long)key.heads_kv, (long long)key.head_dim, fused ? " fused" : "",
+                           (long long)plan.engine, (long long)plan.workspace_bytes);
+            ith_sdpa_plan_drop(&plan, libs);
+        }
+    }
+    return ith_buf_check(out, "graphs", err);
+}

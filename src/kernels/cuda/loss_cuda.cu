@@ -1,0 +1,184 @@
+/* loss_cuda.cu - cross entropy of logit rows in place, and sums over vectors in double.
+ *
+ * A block owns a row and reads it twice: once for maximum and sum together, once to turn logits
+ * into gradients; the second read comes from L2 as far as it holds (6V bytes per row from memory).
+ * Sums over vectors: a constant number of blocks, each with its own contiguous part, joined in
+ * order: the same bits on every run. */
+#include "kernels/cuda/common.cuh"
+
+enum { ROW_THREADS = 1024, SUM_BLOCKS = ITH_CUDA_SMS * 8, SUM_THREADS = 256 };
+
+/* Running log-sum-exp: the sum of e^(x - max) over what was seen. */
+struct running {
+    float max, sum;
+};
+
+__device__ __forceinline__ running join(running a, running b)
+{
+    float max = fmaxf(a.max, b.max);
+    if (max == -INFINITY) /* nothing seen, or only -inf */
+        return {max, a.sum + b.sum};
+    return {max, a.sum * expf(a.max - max) + b.sum * expf(b.max - max)};
+}
+
+__device__ __forceinline__ running join_block(running r)
+{
+    __shared__ running part[32];
+    for (int o = 16; o > 0; o >>= 1)
+        r = join(r, {__shfl_xor_sync(0xffffffffu, r.max, o), __shfl_xor_sync(0xffffffffu, r.sum, o)});
+    if (threadIdx.x % 32 == 0)
+        part[threadIdx.x / 32] = r;
+    __syncthreads();
+    r = part[0];
+    for (int i = 1; i < ROW_THREADS / 32; i++)
+        r = join(r, part[i]);
+    return r;
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(ROW_THREADS)
+    cross_entropy_rows(float *__restrict__ row_loss, T *logits, const int32_t *__restrict__ labels,
+                       const float *__restrict__ seeds, int64_t words, int64_t stride,
+                       bool gradient)
+{
+    int64_t row = blockIdx.x;
+    T *at = logits + row * stride;
+    int32_t label = labels[row];
+    running r = {-INFINITY, 0};
+    for (int64_t j = threadIdx.x * N; j < words; j += ROW_THREADS * N) {
+        float x[N], top;
+        load_any<T, N>(x, at + j);
+        top = x[0];
+#pragma unroll
+        for (int i = 1; i < N; i++)
+            top = fmaxf(top, x[i]);
+        if (top > r.max) {
+            r.sum *= expf(r.max - top);
+            r.max = top;
+        }
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            r.sum += x[i] == -INFINITY ? 0.0f : expf(x[i] - r.max);
+    }
+    r = join_block(r);
+    float lse = r.max + logf(r.sum);
+    if (threadIdx.x == 0)
+        row_loss[row] = lse - to_f32(at[label]);
+    if (!gradient)
+        return;
+    __syncthreads(); /* the label's logit is read before it becomes a gradient */
+    float seed = seeds[row];
+    for (int64_t j = threadIdx.x * N; j < words; j += ROW_THREADS * N) {
+        float x[N];
+        load_any<T, N>(x, at + j);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            x[i] = (expf(x[i] - lse) - (j + i == label ? 1.0f : 0.0f)) * seed;
+        store_f32<T, N>(at + j, x);
+    }
+}
+
+static ith_status cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor logits,
+                                ith_tensor labels, ith_tensor seeds, bool gradient)
+{
+    if (logits.shape[0] == 0)
+        return ITH_OK;
+    bool wide = rows_aligned(logits, 16 / ith_dtype_bytes(logits.dtype));
+#define LAUNCH(N)                                                                                  \
+    cross_entropy_rows<T, N>                                                                       \
+        <<<(unsigned)logits.shape[0], ROW_THREADS, 0, ith_cuda_stream(ctx)>>>(                     \
+            (float *)row_loss.data, (T *)logits.data, (const int32_t *)labels.data,                \
+            (const float *)seeds.data, logits.shape[1], logits.stride[0], gradient)
+    ITH_BY_TYPE(logits.dtype, {
+        if (wide)
+            LAUNCH(WIDE<T>);
+        else
+            LAUNCH(1);
+    });
+#undef LAUNCH
+    return ITH_CUDA_LAUNCHED(ctx, logits);
+}
+
+/* ---- sums ---------------------------------------------------------------------------------------- */
+
+/* partial[block] = sum over the block's part of a*b, a*a (SQUARE) or a. */
+template <bool SQUARE>
+__global__ void sum_parts(double *__restrict__ partial, const float *__restrict__ a,
+                          const float *__restrict__ b, int64_t n, int64_t per_block)
+{
+    int64_t begin = blockIdx.x * per_block, end = begin + per_block < n ? begin + per_block : n;
+    double sum = 0;
+    int64_t i = begin + threadIdx.x * 4;
+    bool wide = ((uintptr_t)a | (uintptr_t)b) % 16 == 0; /* begin is a multiple of 4 */
+    for (; wide && i + 3 < end; i += SUM_THREADS * 4) {
+        float4 x = *(const float4 *)(a + i);
+        float4 y = SQUARE ? x : b ? *(const float4 *)(b + i) : make_float4(1, 1, 1, 1);
+        sum += (double)x.x * y.x + (double)x.y * y.y + (double)x.z * y.z + (double)x.w * y.w;
+    }
+    for (; i < end; i += SUM_THREADS * 4)
+        for (int64_t j = i; j < i + 4 && j < end; j++)
+            sum += (double)a[j] * (SQUARE ? a[j] : b ? b[j] : 1.0f);
+    sum = block_sum<SUM_THREADS>(sum);
+    if (threadIdx.x == 0)
+        partial[blockIdx.x] = sum;
+}
+
+__global__ void sum_partials(double *out, const double *__restrict__ partial, int count)
+{
+    double sum = 0;
+    for (int i = (int)threadIdx.x; i < count; i += SUM_THREADS)
+        sum += partial[i];
+    sum = block_sum<SUM_THREADS>(sum);
+    if (threadIdx.x == 0)
+        out[0] += sum;
+}
+
+static ith_status accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, const float *b, bool square)
+{
+    int64_t n = ith_numel(a);
+    if (n == 0)
+        return ITH_OK;
+    double *partial = (double *)ctx->scratch;
+    int64_t per_block = ith_round_up(ith_div_ceil(n, SUM_BLOCKS), SUM_THREADS * 4);
+    unsigned blocks = (unsigned)ith_div_ceil(n, per_block);
+    cudaStream_t stream = ith_cuda_stream(ctx);
+    if (square)
+        sum_parts<true><<<blocks, SUM_THREADS, 0, stream>>>(partial, (const float *)a.data, NULL, n,
+                                                            per_block);
+    else
+        sum_parts<false><<<blocks, SUM_THREADS, 0, stream>>>(partial, (const float *)a.data, b, n,
+                                                             per_block);
+    sum_partials<<<1, SUM_THREADS, 0, stream>>>((double *)out.data, partial, (int)blocks);
+    return ITH_CUDA_LAUNCHED(ctx, a);
+}
+
+static int64_t dot_workspace(ith_ctx *ctx, ith_tensor out, ith_tensor a, ith_tensor b)
+{
+    (void)ctx, (void)out, (void)a, (void)b;
+    return SUM_BLOCKS * (int64_t)sizeof(double);
+}
+
+static ith_status dot_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, ith_tensor b)
+{
+    return accumulate(ctx, out, a, is_absent(b) ? NULL : (const float *)b.data, false);
+}
+
+static int64_t sumsq_workspace(ith_ctx *ctx, ith_tensor out, ith_tensor x)
+{
+    (void)ctx, (void)out, (void)x;
+    return SUM_BLOCKS * (int64_t)sizeof(double);
+}
+
+static ith_status sumsq_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor x)
+{
+    return accumulate(ctx, out, x, NULL, true);
+}
+
+void ith_cuda_fill_loss(struct ith_backend *b)
+{
+    b->cross_entropy.run = cross_entropy;
+    b->dot_accumulate.run = dot_accumulate;
+    b->dot_accumulate.workspace = dot_workspace;
+    b->sumsq_accumulate.run = sumsq_accumulate;
+    b->sumsq_accumulate.workspace = sumsq_workspace;
+}

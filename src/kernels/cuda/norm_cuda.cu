@@ -1,0 +1,254 @@
+/* norm_cuda.cu - RMSNorm with residual, forward and backward.
+ *
+ * One team of TEAM threads owns a row and keeps it in registers (ITEMS pieces of N elements each),
+ * so each element is read once. Forward moves 2 to 4 rows of 2D bytes per token, backward 3 to 4.
+ * dw: a team sums the rows it owns in registers; the column sums of all teams are then added in
+ * order of the team, so the bits do not vary. The number of teams is a constant. */
+#include "kernels/cuda/common.cuh"
+
+enum { TEAMS = ITH_CUDA_SMS * 8 };
+
+struct norm_args {
+    int64_t rows, width;
+    int64_t y, sum, x, residual; /* row strides, elements */
+    float eps, w_offset;
+};
+
+/* Sum over the team, which is the block or, for 32 threads, a warp of it. */
+template <int TEAM> __device__ __forceinline__ float team_sum(float x)
+{
+    return TEAM == 32 ? group_sum(x, 32) : block_sum<TEAM>(x);
+}
+
+template <typename T, int N, int ITEMS, int TEAM>
+__global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM)
+    forward(norm_args a, T *y, T *sum, float *__restrict__ rstd, const T *x, const T *residual,
+            const T *__restrict__ w)
+{
+    int per_block = (int)blockDim.x / TEAM;
+    int64_t row = (int64_t)blockIdx.x * per_block + threadIdx.x / TEAM;
+    int lane = (int)threadIdx.x % TEAM;
+    if (row >= a.rows)
+        return; /* a whole team */
+    float s[ITEMS][N], squares = 0;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        int64_t d = (int64_t)(i * TEAM + lane) * N;
+        if (d >= a.width)
+            break;
+        load_any<T, N>(s[i], x + row * a.x + d);
+        if (residual) {
+            float r[N];
+            load_any<T, N>(r, residual + row * a.residual + d);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                s[i][j] = round_to<T>(s[i][j] + r[j]);
+            store_f32<T, N>(sum + row * a.sum + d, s[i]);
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            squares += s[i][j] * s[i][j];
+    }
+    squares = team_sum<TEAM>(squares);
+    float r = 1.0f / sqrtf(squares / (float)a.width + a.eps);
+    if (lane == 0)
+        rstd[row] = r;
+    if (!y)
+        return;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        int64_t d = (int64_t)(i * TEAM + lane) * N;
+        if (d >= a.width)
+            break;
+        float f[N];
+        load_f32<T, N>(f, w + d);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            f[j] = a.w_offset == 0 ? f[j] * round_to<T>(s[i][j] * r)
+                                   : s[i][j] * r * (a.w_offset + f[j]);
+        store_f32<T, N>(y + row * a.y + d, f);
+    }
+}
+
+struct norm_back_args {
+    int64_t rows, width;
+    int64_t dx, dy, dres, x; /* row strides, elements */
+    float w_offset;
+};
+
+template <typename T, int N, int ITEMS, int TEAM>
+__global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM)
+    backward(norm_back_args a, T *dx, float *__restrict__ partial, const T *dy, const T *dres,
+             const T *__restrict__ x, const float *__restrict__ rstd, const T *__restrict__ w)
+{
+    int per_block = (int)blockDim.x / TEAM, lane = (int)threadIdx.x % TEAM;
+    int64_t team = (int64_t)blockIdx.x * per_block + threadIdx.x / TEAM;
+    int64_t teams = (int64_t)gridDim.x * per_block;
+    float dw[ITEMS][N];
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            dw[i][j] = 0;
+    for (int64_t row = team; row < a.rows; row += teams) {
+        float h[ITEMS][N], xh[ITEMS][N], dot = 0, r = rstd[row];
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int64_t d = (int64_t)(i * TEAM + lane) * N;
+            if (d >= a.width)
+                break;
+            float f[N];
+            load_any<T, N>(h[i], dy + row * a.dy + d);
+            load_f32<T, N>(xh[i], x + row * a.x + d);
+            load_f32<T, N>(f, w + d);
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                xh[i][j] *= r;
+                dw[i][j] += h[i][j] * xh[i][j];
+                h[i][j] *= a.w_offset + f[j];
+                dot += h[i][j] * xh[i][j];
+            }
+        }
+        float mean = team_sum<TEAM>(dot) / (float)a.width;
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int64_t d = (int64_t)(i * TEAM + lane) * N;
+            if (d >= a.width)
+                break;
+            float g[N];
+            if (dres)
+                load_any<T, N>(g, dres + row * a.dres + d);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                g[j] = r * (h[i][j] - xh[i][j] * mean) + (dres ? g[j] : 0.0f);
+            store_f32<T, N>(dx + row * a.dx + d, g);
+        }
+    }
+    if (!partial)
+        return;
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        int64_t d = (int64_t)(i * TEAM + lane) * N;
+        if (d < a.width)
+            store_f32<float, N>(partial + team * a.width + d, dw[i]);
+    }
+}
+
+/* dw[d] += sum over teams of partial[team][d]: 32 columns by 32 lanes, lanes joined in order. */
+__global__ void add_columns(float *__restrict__ dw, const float *__restrict__ partial, int64_t teams,
+                            int64_t width)
+{
+    __shared__ float part[32][33];
+    int64_t d = (int64_t)blockIdx.x * 32 + threadIdx.x;
+    float sum = 0;
+    if (d < width)
+        for (int64_t t = threadIdx.y; t < teams; t += 32)
+            sum += partial[t * width + d];
+    part[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && d < width) {
+        for (int i = 1; i < 32; i++)
+            sum += part[i][threadIdx.x];
+        dw[d] += sum;
+    }
+}
+
+void ith_cuda_add_columns(cudaStream_t stream, float *dw, const float *partial, int64_t teams,
+                          int64_t width)
+{
+    add_columns<<<(unsigned)ith_div_ceil(width, 32), dim3(32, 32), 0, stream>>>(dw, partial, teams,
+                                                                               width);
+}
+
+/* Calls F<T, N, ITEMS, TEAM>: the smallest team whose registers hold a row. */
+#define BY_WIDTH(width, wide, F)                                                                   \
+    do {                                                                                           \
+        if (wide) {                                                                                \
+            if ((width) <= 32 * 4 * WIDE<T>)                                                       \
+                F(T, WIDE<T>, 4, 32);                                                              \
+            else if ((width) <= 128 * 4 * WIDE<T>)                                                 \
+                F(T, WIDE<T>, 4, 128);                                                             \
+            else                                                                                   \
+                F(T, WIDE<T>, 4, 512);                                                             \
+        } else {                                                                                   \
+            F(T, 1, 16, 512);                                                                      \
+        }                                                                                          \
+    } while (0)
+
+/* Rows wider than this are not built: no model has them. */
+static ith_status check_width(ith_ctx *ctx, ith_tensor x, bool wide)
+{
+    int64_t most = wide ? 512 * 4 * 16 / ith_dtype_bytes(x.dtype) : 512 * 16;
+    if (x.shape[1] > most)
+        return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED, "rows of %lld elements; the most is %lld",
+                        (long long)x.shape[1], (long long)most);
+    return ITH_OK;
+}
+
+static ith_status rmsnorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor sum, ith_tensor rstd,
+                                  ith_tensor x, ith_tensor residual, ith_tensor w, float eps,
+                                  float w_offset)
+{
+    norm_args a = {x.shape[0], x.shape[1], y.stride[0], sum.stride[0], x.stride[0],
+                   residual.stride[0], eps, w_offset};
+    if (a.rows == 0)
+        return ITH_OK;
+    int64_t n = 16 / ith_dtype_bytes(x.dtype);
+    bool wide = rows_aligned(y, n) && rows_aligned(sum, n) && rows_aligned(x, n) &&
+                rows_aligned(residual, n) && rows_aligned(w, n);
+    ITH_TRY(check_width(ctx, x, wide));
+#define LAUNCH(T, N, ITEMS, TEAM)                                                                  \
+    forward<T, N, ITEMS, TEAM>                                                                     \
+        <<<(unsigned)ith_div_ceil(a.rows, TEAM == 32 ? 4 : 1), TEAM == 32 ? 128 : TEAM, 0,          \
+           ith_cuda_stream(ctx)>>>(a, (T *)y.data, (T *)sum.data, (float *)rstd.data,              \
+                                   (const T *)x.data, (const T *)residual.data,                    \
+                                   (const T *)w.data)
+    ITH_BY_TYPE(x.dtype, BY_WIDTH(a.width, wide, LAUNCH));
+#undef LAUNCH
+    return ITH_CUDA_LAUNCHED(ctx, x);
+}
+
+static int64_t rmsnorm_backward_workspace(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_tensor dy,
+                                          ith_tensor dres, ith_tensor x, ith_tensor rstd,
+                                          ith_tensor w, float w_offset)
+{
+    (void)ctx, (void)dx, (void)dy, (void)dres, (void)rstd, (void)w, (void)w_offset;
+    return is_absent(dw) ? 0 : ith_mul_bytes(TEAMS * x.shape[1], 4);
+}
+
+static ith_status rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_tensor dy,
+                                   ith_tensor dres, ith_tensor x, ith_tensor rstd, ith_tensor w,
+                                   float w_offset)
+{
+    norm_back_args a = {x.shape[0], x.shape[1], dx.stride[0], dy.stride[0], dres.stride[0],
+                        x.stride[0], w_offset};
+    if (a.rows == 0)
+        return ITH_OK;
+    int64_t n = 16 / ith_dtype_bytes(x.dtype), teams = 0;
+    bool wide = rows_aligned(dx, n) && rows_aligned(dy, n) && rows_aligned(dres, n) &&
+                rows_aligned(x, n) && rows_aligned(w, n);
+    ITH_TRY(check_width(ctx, x, wide));
+    float *partial = is_absent(dw) ? NULL : (float *)ctx->scratch;
+#define LAUNCH(T, N, ITEMS, TEAM)                                                                  \
+    do {                                                                                           \
+        int64_t per_block = TEAM == 32 ? 4 : 1;                                                    \
+        int64_t blocks = ith_min_i64(ith_div_ceil(a.rows, per_block), TEAMS / per_block);          \
+        teams = blocks * per_block;                                                                \
+        backward<T, N, ITEMS, TEAM>                                                                \
+            <<<(unsigned)blocks, TEAM == 32 ? 128 : TEAM, 0, ith_cuda_stream(ctx)>>>(              \
+                a, (T *)dx.data, partial, (const T *)dy.data, (const T *)dres.data,                \
+                (const T *)x.data, (const float *)rstd.data, (const T *)w.data);                   \
+    } while (0)
+    ITH_BY_TYPE(x.dtype, BY_WIDTH(a.width, wide, LAUNCH));
+#undef LAUNCH
+    if (partial)
+        ith_cuda_add_columns(ith_cuda_stream(ctx), (float *)dw.data, partial, teams, a.width);
+    return ITH_CUDA_LAUNCHED(ctx, x);
+}
+
+void ith_cuda_fill_norm(struct ith_backend *b)
+{
+    b->rmsnorm_forward.run = rmsnorm_forward;
+    b->rmsnorm_backward.run = rmsnorm_backward;
+    b->rmsnorm_backward.workspace = rmsnorm_backward_workspace;
+}

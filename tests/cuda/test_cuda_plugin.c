@@ -1,0 +1,111 @@
+/* test_cuda_plugin.c - the plug-in on a machine that may have no GPU: loading, the table, counting,
+ * the attention graphs. */
+#include "testing.h"
+
+#include "base/plugin.h"
+#include "kernels/cuda/cuda_api.h"
+#include "kernels/cuda_plugin.h"
+
+static ith_error err;
+
+/* Goal: a missing or wrong file is one clear line. Runs first, before the plug-in is loaded. */
+static void test_open_missing_plugin_names_the_file(void **state)
+{
+    (void)state;
+    ith_ctx ctx = {.err = &err};
+    setenv("ITH_CUDA_PLUGIN", "/nowhere/libithaca_cuda.so", 1);
+    assert_fails(ith_ctx_open_cuda(&ctx, 0, true), err, ITH_ERR_UNSUPPORTED,
+                 "plug-in /nowhere/libithaca_cuda.so: ");
+    assert_null(strchr(err.text, '\n'));
+    void *handle = NULL;
+    assert_fails(ith_plugin_open(&handle, "libithaca_absent.so", NULL, &err), err,
+                 ITH_ERR_UNSUPPORTED, "libithaca_absent.so is not here (looked for /");
+    assert_null(handle);
+}
+
+/* Goal: every operator has a CUDA function. Method: the entries are pairs of pointers, run first. */
+static void test_open_counting_table_is_complete(void **state)
+{
+    (void)state;
+    ith_ctx ctx = {.err = &err};
+    setenv("ITH_CUDA_PLUGIN", ITH_TEST_CUDA_PLUGIN, 1);
+    assert_ok(ith_ctx_open_cuda(&ctx, 0, true), err);
+    assert_string_equal(ctx.backend->name, "cuda");
+    assert_string_equal(ctx.device->name, "cuda:0");
+    const void *entries[(sizeof(ith_backend) - sizeof(char *)) / sizeof(void *)];
+    memcpy(entries, (const char *)ctx.backend + sizeof(char *), sizeof entries);
+    for (size_t i = 0; i < sizeof entries / sizeof *entries; i += 2)
+        if (!entries[i])
+            fail_msg("entry %zu of the table has no function", i / 2);
+    void *memory = NULL;
+    assert_fails(ctx.device->alloc(ctx.device, 10, &memory, &err), err, ITH_ERR_UNSUPPORTED,
+                 "cuda:0 was opened for counting only (10 bytes wanted)");
+    ith_ctx_close_cuda(&ctx);
+    assert_null(ctx.state);
+}
+
+/* Goal: a step can be counted without a driver, and scratch is what the operators say. */
+static void test_counting_attention_counts_workspace(void **state)
+{
+    (void)state;
+    ith_ctx ctx = {.err = &err};
+    ith_plan *plan = NULL;
+    int32_t cu[] = {0, 300, 1000};
+    assert_ok(ith_ctx_open_cuda(&ctx, 0, true), err);
+    assert_ok(ith_plan_create(&plan, ctx.device, &err), err);
+    ctx.plan = plan;
+    ith_tensor qkv, o, lse, docs;
+    assert_ok(ith_ctx_push(&ctx, ITH_MEM_ACTIVATIONS, "qkv", ITH_BF16, 2, 1000, 4096, 1, 1, &qkv),
+              err);
+    assert_ok(ith_ctx_push(&ctx, ITH_MEM_ACTIVATIONS, "o", ITH_BF16, 3, 1000, 16, 128, 1, &o), err);
+    assert_ok(ith_ctx_push(&ctx, ITH_MEM_ACTIVATIONS, "lse", ITH_F32, 2, 1000, 16, 1, 1, &lse),
+              err);
+    assert_ok(ith_ctx_push(&ctx, ITH_MEM_ACTIVATIONS, "cu", ITH_I32, 1, 3, 1, 1, 1, &docs), err);
+    ith_seqs seqs = {.cu_seqlens = docs, .cu_host = cu, .num_docs = 2, .max_len = 700};
+    ith_tensor q = ith_split_heads(ith_col_range(qkv, 0, 2048), 16);
+    ith_tensor k = ith_split_heads(ith_col_range(qkv, 2048, 3072), 8);
+    ith_tensor v = ith_split_heads(ith_col_range(qkv, 3072, 4096), 8);
+    assert_ok(ith_attention_forward(&ctx, o, lse, q, k, v, seqs, 0.1f, true), err);
+    int64_t forward = ith_plan_peak(plan, ITH_MEM_WORKSPACE);
+    assert_ok(ith_attention_backward(&ctx, q, k, v, o, q, k, v, o, lse, seqs, 0.1f, true), err);
+    int64_t backward = ith_plan_peak(plan, ITH_MEM_WORKSPACE);
+    int64_t dq_sum = 1000 * 16 * 128 * 4;
+    if (forward <= 0 || backward < forward + 2 * dq_sum)
+        fail_msg("forward %lld, backward %lld bytes; expected at least %lld more",
+                 (long long)forward, (long long)backward, 2 * (long long)dq_sum);
+    ith_plan_destroy(plan);
+    ith_ctx_close_cuda(&ctx);
+}
+
+/* Goal: every attention graph we ship finds an engine for an H200 that compiles. */
+static void test_attention_graphs_find_engines(void **state)
+{
+    (void)state;
+    ith_status (*check)(ith_buf *out, ith_error *err) = NULL;
+    ith_buf lines = {0};
+    void *handle = NULL;
+    assert_ok(ith_plugin_open(&handle, "", ITH_TEST_CUDA_PLUGIN, &err), err);
+    assert_ok(ith_plugin_symbol(handle, "ith_cuda_check_graphs", &check, &err), err);
+    ith_error_clear(&err);
+    ith_status status = check(&lines, &err);
+    if (lines.data)
+        print_message("%s", lines.data);
+    ith_buf_deinit(&lines);
+    if (status != ITH_OK && strstr(err.text, "is not here")) {
+        print_message("[   SKIP   ] %s\n", err.text);
+        skip();
+    }
+    if (status != ITH_OK)
+        fail_msg("%s", err.text);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_open_missing_plugin_names_the_file),
+        cmocka_unit_test(test_open_counting_table_is_complete),
+        cmocka_unit_test(test_counting_attention_counts_workspace),
+        cmocka_unit_test(test_attention_graphs_find_engines),
+    };
+    return cmocka_run_group_tests_name("cuda_plugin", tests, NULL, NULL);
+}
