@@ -732,6 +732,27 @@ static void test_published_vocabulary(void **state)
     ith_tokenizer_close(t);
 }
 
+/* The same vocabulary under the rule that counts marks as parts of words: the file's pattern
+ * decides, not the vocabulary. */
+static void test_published_vocabulary_with_marks_in_words(void **state)
+{
+    (void)state;
+    ith_buf json = read_text(shared_path("data/qwen3-tokenizer"), "tokenizer.json");
+    ith_buf half = replaced(json.data, "?\\\\p{L}+|", "?[\\\\p{L}\\\\p{M}]+|");
+    ith_buf whole =
+        replaced(half.data, "[^\\\\s\\\\p{L}\\\\p{N}]+", "[^\\\\s\\\\p{L}\\\\p{M}\\\\p{N}]+");
+    const char *dir = temp_dir("marks");
+    write_text(dir, "tokenizer.json", whole.data);
+    ith_tokenizer *t = open_ok(dir);
+    ASSERT_IDS(t, "\xe0\xb8\x81\xe0\xb8\xb3\xe0\xb8\xa5\xe0\xb8\xb1\xe0\xb8\x87", 126361);
+    ASSERT_IDS(t, "\xd7\xaa\xd6\xbc\xd7\x95\xd6\xb9\xd7\xa8\xd6\xb8\xd7\x94", 54514, 146, 120,
+               134071, 50226, 146, 116, 45971);
+    ith_tokenizer_close(t);
+    ith_buf_deinit(&json);
+    ith_buf_deinit(&half);
+    ith_buf_deinit(&whole);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -759,6 +780,7 @@ int main(void)
         cmocka_unit_test(test_every_allocation_failing),
         cmocka_unit_test(test_every_allocation_failing_in_training),
         cmocka_unit_test(test_published_vocabulary),
+        cmocka_unit_test(test_published_vocabulary_with_marks_in_words),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
