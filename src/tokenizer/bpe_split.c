@@ -6,6 +6,10 @@
  * \W) or refused with the pattern quoted (set operations and nested classes, \h, \b, interval
  * followed by +): a pattern is never read as something else.
  *
+ * NEEDSWORK: in patterns that are not known ones, \p{...} follows the Unicode version of the linked
+ * PCRE2 (Debian 12: 14.0), HF follows 16.0: letters and digits added since split differently there.
+ * The version is part of ith_tokenizer_hash.
+ *
  * Invariants: pieces come in order, do not overlap, are not empty and end on characters. */
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include "tokenizer/tokenizer_internal.h"
