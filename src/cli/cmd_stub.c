@@ -14,10 +14,5 @@
                                            .takes_overrides = (overrides),                         \
                                            .run = run_##command}
 
-STUB(chat, "MODEL", "Talk to a model in the terminal", false);
-STUB(generate, "MODEL [FILE]", "Answer a file of prompts", false);
-STUB(export, "MODEL OUTPUT", "Write a model with another shard size or type", false);
 STUB(experts, "merge|split MODEL OUTPUT", "Change the layout of expert weights", false);
 STUB(data, "CONFIG [key=value ...]", "Show samples as tokens with the loss mask", true);
-STUB(tokenize, "MODEL [TEXT]", "Turn text into token ids, or back", false);
-STUB(render, "MODEL [FILE]", "Turn messages into the text of the chat template", false);

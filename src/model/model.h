@@ -151,6 +151,14 @@ ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *r
 ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t piece,
                               int64_t first, int64_t n, void *out);
 
+/* Rows of hidden [T,D] gathered into *x and normed into *xn [M,D], *rstd [M]: pushed onto the
+ * workspace. */
+ith_status ith_model_head_input(ith_model *model, ith_ctx *ctx, ith_tensor hidden, ith_tensor rows,
+                                ith_tensor *x, ith_tensor *xn, ith_tensor *rstd);
+/* logits [M,V] act of the rows: what generation reads. */
+ith_status ith_model_logits(ith_model *model, ith_ctx *ctx, ith_tensor logits, ith_tensor hidden,
+                            ith_tensor rows);
+
 /* For families. The name formats take the layer number. */
 ith_status ith_model_add_param(ith_model *model, const char *name, int ndim, int64_t d0, int64_t d1,
                                int64_t d2, int32_t *out, ith_error *err);

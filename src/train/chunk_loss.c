@@ -8,19 +8,6 @@ static T slice_1d(T t, int64_t begin, int64_t end)
     return ith_row_range(t, begin, end);
 }
 
-/* xn = norm(gathered rows), rstd, in the workspace; x = the gathered rows. */
-static ith_status gather_norm(ith_model *m, ith_ctx *ctx, T hidden, T rows, T *x, T *xn, T *rstd)
-{
-    int64_t n = rows.shape[0], d = m->config->hidden_size;
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "head input", m->dtype, 2, n, d, 1, 1, x));
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "head input", m->dtype, 2, n, d, 1, 1, xn));
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, n, 1, 1, 1, rstd));
-    ITH_TRY(ith_gather_rows(ctx, *x, hidden, rows));
-    T none = ith_tensor_none();
-    return ith_rmsnorm_forward(ctx, *xn, none, *rstd, *x, none, m->params[m->final_norm].w,
-                               (float)m->config->rms_norm_eps, 0.0f);
-}
-
 static ith_status loss_of_chunk(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t r0,
                                 int64_t r1, T dhidden, T row_loss, T hidden)
 {
@@ -29,7 +16,7 @@ static ith_status loss_of_chunk(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     bool gradient = dhidden.ndim != 0;
     T rows = slice_1d(b->rows, r0, r1), seeds = slice_1d(b->seeds, r0, r1), x, xn, rstd, logits,
       dxn;
-    ITH_TRY(gather_norm(m, ctx, hidden, rows, &x, &xn, &rstd));
+    ITH_TRY(ith_model_head_input(m, ctx, hidden, rows, &x, &xn, &rstd));
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "logits", m->dtype, 2, r1 - r0,
                          m->config->vocab_size, 1, 1, &logits));
     ITH_TRY(ith_linear_forward(ctx, logits, xn, head->w, false));
@@ -60,15 +47,4 @@ ith_status ith_chunk_loss(ith_model *model, ith_ctx *ctx, const ith_batch *batch
         ITH_TRY(loss_of_chunk(model, ctx, batch, r0, ith_min_i64(r0 + chunk, rows), dhidden,
                               row_loss, hidden));
     return ith_dot_accumulate(ctx, loss_sum, slice_1d(row_loss, 0, rows), batch->seeds);
-}
-
-ith_status ith_head_logits(ith_model *model, ith_ctx *ctx, ith_tensor logits, ith_tensor hidden,
-                           ith_tensor rows)
-{
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    T x, xn, rstd;
-    ITH_TRY(gather_norm(model, ctx, hidden, rows, &x, &xn, &rstd));
-    ITH_TRY(ith_linear_forward(ctx, logits, xn, model->params[model->head].w, false));
-    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
-    return ITH_OK;
 }

@@ -17,8 +17,4 @@ ith_status ith_chunk_loss(ith_model *model, ith_ctx *ctx, const ith_batch *batch
                           ith_tensor dhidden, ith_tensor loss_sum, ith_tensor row_loss,
                           ith_tensor hidden);
 
-/* logits [M,V] (act type) of `rows` of hidden: what generation and golden tests read. */
-ith_status ith_head_logits(ith_model *model, ith_ctx *ctx, ith_tensor logits, ith_tensor hidden,
-                           ith_tensor rows);
-
 #endif

@@ -248,7 +248,7 @@ static void check_logits(bench *b, const ith_micro_batch *batch, const ith_st_en
                          .position_ids = pos,
                          .seqs = {cu, batch->cu_seqlens, batch->num_docs, max_len}};
         die_on(m->family->forward(m, ctx, &dev, false, hidden));
-        die_on(ith_head_logits(m, ctx, logits, hidden, rows));
+        die_on(ith_model_logits(m, ctx, logits, hidden, rows));
         if (pass == 0) {
             for (int c = 0; c < ITH_MEM_CLASSES; c++)
                 ith_plan_release(own, (ith_mem_class)c, marks[c]);

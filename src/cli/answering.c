@@ -1,0 +1,117 @@
+/* answering.c - options, tokenizer, template and stop ids of `chat` and `generate`. */
+#include "cli/answering.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "base/file.h"
+
+static void add_stop(ith_answering *a, int64_t id)
+{
+    for (int i = 0; i < a->num_stop_ids; i++)
+        if (a->stop_ids[i] == id)
+            return;
+    if (id >= 0 && a->num_stop_ids < (int)(sizeof a->stop_ids / sizeof *a->stop_ids))
+        a->stop_ids[a->num_stop_ids++] = (int32_t)id;
+}
+
+static double or_default(double given, double fallback)
+{
+    return isnan(given) ? fallback : given;
+}
+
+static void settings(ith_answering *a, const ith_args *args)
+{
+    const ith_hf_generation *g = &a->defaults;
+    int sample = ith_args_word(args, "do-sample");
+    a->sampling = (ith_sampling){
+        .do_sample =
+            sample >= 0 ? sample == 1 : g->do_sample || ith_args_given(args, "temperature"),
+        .temperature = or_default(ith_args_float(args, "temperature"), g->temperature),
+        .top_k = ith_args_given(args, "top-k") ? ith_args_int(args, "top-k") : g->top_k,
+        .top_p = or_default(ith_args_float(args, "top-p"), g->top_p),
+        .min_p = or_default(ith_args_float(args, "min-p"), g->min_p),
+        .repetition_penalty =
+            or_default(ith_args_float(args, "repetition-penalty"), g->repetition_penalty),
+        .seed = (uint64_t)ith_args_int(args, "seed")};
+    a->max_new = ith_args_int(args, "max-new-tokens");
+    a->thinking = ith_args_word(args, "thinking");
+    a->system = ith_args_text(args, "system");
+    for (int i = 0; i < g->num_eos_token_ids; i++)
+        add_stop(a, g->eos_token_ids[i]);
+    for (int i = 0; g->num_eos_token_ids == 0 && i < a->hf.num_eos_token_ids; i++)
+        add_stop(a, a->hf.eos_token_ids[i]);
+    add_stop(a, ith_tokenizer_eos(a->tokenizer));
+}
+
+ith_status ith_answering_open(ith_answering *a, const char *model_dir, const ith_args *args,
+                              ith_error *err)
+{
+    ith_status status = ITH_OK;
+    ith_buf template_text = {0};
+    const char *template_path = ith_args_text(args, "template");
+    memset(a, 0, sizeof *a);
+    if (!ith_path_is_dir(model_dir))
+        return ith_fail(err, ITH_ERR_USAGE, "%s is not a model directory", model_dir);
+    ITH_TRY_OUT(ith_hf_config_load(&a->hf, model_dir, err));
+    ITH_TRY_OUT(ith_hf_generation_load(&a->defaults, model_dir, err));
+    ITH_TRY_OUT(ith_tokenizer_open(&a->tokenizer, model_dir, err));
+    if (template_path)
+        ITH_TRY_OUT(ith_read_file(template_path, (int64_t)1 << 24, &template_text, err));
+    ITH_TRY_OUT(ith_chat_open(&a->chat, model_dir, template_path ? template_text.data : NULL,
+                              a->tokenizer, err));
+    settings(a, args);
+out:
+    ith_buf_deinit(&template_text);
+    if (status != ITH_OK)
+        ith_answering_close(a);
+    return status;
+}
+
+void ith_answering_close(ith_answering *a)
+{
+    ith_chat_close(a->chat);
+    ith_tokenizer_close(a->tokenizer);
+    ith_hf_config_deinit(&a->hf);
+    memset(a, 0, sizeof *a);
+}
+
+ith_decoder_options ith_answering_decoder(const ith_answering *a, const ith_args *args,
+                                          int64_t batch, int64_t capacity, int64_t max_append)
+{
+    (void)a;
+    int dtype = ith_args_word(args, "dtype");
+    static const ith_use_device use[] = {ITH_USE_AUTO, ITH_USE_CPU, ITH_USE_CUDA};
+    return (ith_decoder_options){.device = use[ith_args_word(args, "device")],
+                                 .threads = (int)ith_args_int(args, "threads"),
+                                 .set_dtype = dtype >= 0,
+                                 .dtype = dtype == 0 ? ITH_F32 : ITH_BF16,
+                                 .batch = batch,
+                                 .capacity = capacity,
+                                 .max_append = max_append};
+}
+
+ith_status ith_add_message(json_t *messages, const char *role, const char *text, int64_t len,
+                           ith_error *err)
+{
+    json_t *m = json_pack("{s:s, s:o}", "role", role, "content", json_stringn(text, (size_t)len));
+    if (!m)
+        return ith_fail(err, ITH_ERR_FORMAT, "the %s message is not UTF-8 text", role);
+    if (json_array_append_new(messages, m) != 0)
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory for messages");
+    return ITH_OK;
+}
+
+ith_status ith_prompt_ids(const ith_answering *a, const json_t *messages, const json_t *tools,
+                          ith_ids *out, ith_error *err)
+{
+    ith_chat_options o = {.add_generation_prompt = true, .enable_thinking = a->thinking};
+    ith_buf text = {0};
+    ith_status status = ith_chat_render(a->chat, messages, tools, &o, &text, err);
+    if (status == ITH_OK)
+        status = ith_tokenizer_encode(a->tokenizer, text.data ? text.data : "", text.len, out, err);
+    ith_buf_deinit(&text);
+    if (status == ITH_OK && out->count == 0)
+        return ith_fail(err, ITH_ERR_FORMAT, "the prompt is empty");
+    return status;
+}

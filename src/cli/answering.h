@@ -1,0 +1,108 @@
+/* answering.h - what `chat` and `generate` share: their options, and a model opened with tokenizer
+ * and template. */
+#ifndef ITH_CLI_ANSWERING_H
+#define ITH_CLI_ANSWERING_H
+
+#include "cli/options.h"
+#include "generate/decoder.h"
+#include "tokenizer/chat.h"
+
+/* Rows for option tables. */
+#define ITH_ANSWERING_OPTIONS                                                                      \
+    {.name = "max-new-tokens",                                                                     \
+     .letter = 'n',                                                                                \
+     .type = ITH_OPTION_INT,                                                                       \
+     .default_text = "512",                                                                        \
+     .help = "Most tokens of an answer.",                                                          \
+     .min = 1,                                                                                     \
+     .max = 1e9},                                                                                  \
+        {.name = "do-sample",                                                                      \
+         .type = ITH_OPTION_WORD,                                                                  \
+         .help =                                                                                   \
+             "Draw tokens instead of taking the likeliest; the model's own setting when unset.",   \
+         .words = "false true"},                                                                   \
+        {.name = "temperature",                                                                    \
+         .letter = 'T',                                                                            \
+         .type = ITH_OPTION_FLOAT,                                                                 \
+         .help = "Divides logits; 0 is greedy.",                                                   \
+         .min = 0,                                                                                 \
+         .max = 1000},                                                                             \
+        {.name = "top-k",                                                                          \
+         .type = ITH_OPTION_INT,                                                                   \
+         .help = "Keep the k likeliest tokens; 0: all.",                                           \
+         .min = 0,                                                                                 \
+         .max = 1e9},                                                                              \
+        {.name = "top-p",                                                                          \
+         .type = ITH_OPTION_FLOAT,                                                                 \
+         .help = "Keep the likeliest tokens that sum to p.",                                       \
+         .min = 0,                                                                                 \
+         .max = 1},                                                                                \
+        {.name = "min-p",                                                                          \
+         .type = ITH_OPTION_FLOAT,                                                                 \
+         .help = "Drop tokens less likely than this share of the likeliest.",                      \
+         .min = 0,                                                                                 \
+         .max = 1},                                                                                \
+        {.name = "repetition-penalty",                                                             \
+         .type = ITH_OPTION_FLOAT,                                                                 \
+         .help = "Above 1: past tokens get less likely.",                                          \
+         .min = 0.01,                                                                              \
+         .max = 100},                                                                              \
+        {.name = "seed",                                                                           \
+         .type = ITH_OPTION_INT,                                                                   \
+         .default_text = "42",                                                                     \
+         .help = "Seed of the draws.",                                                             \
+         .min = 0,                                                                                 \
+         .max = 9e15},                                                                             \
+        {.name = "thinking",                                                                       \
+         .type = ITH_OPTION_WORD,                                                                  \
+         .help = "Sets enable_thinking of the template.",                                          \
+         .words = "off on"},                                                                       \
+        {.name = "system",                                                                         \
+         .type = ITH_OPTION_TEXT,                                                                  \
+         .help = "System message before each conversation."},                                      \
+        {.name = "template",                                                                       \
+         .type = ITH_OPTION_PATH,                                                                  \
+         .help = "Chat template file instead of the model's."},                                    \
+        {.name = "device",                                                                         \
+         .type = ITH_OPTION_WORD,                                                                  \
+         .default_text = "auto",                                                                   \
+         .help = "Where to run.",                                                                  \
+         .words = "auto cpu cuda"},                                                                \
+        {.name = "dtype",                                                                          \
+         .type = ITH_OPTION_WORD,                                                                  \
+         .help = "Type of weights; the model's when unset.",                                       \
+         .words = "float32 bfloat16"},                                                             \
+    {                                                                                              \
+        .name = "threads", .type = ITH_OPTION_INT, .default_text = "0",                            \
+        .help = "Compute threads; 0: all cores.", .min = 0, .max = 4096                            \
+    }
+
+typedef struct {
+    ith_tokenizer *tokenizer;
+    ith_chat *chat;
+    ith_hf_generation defaults; /* generation_config.json */
+    ith_hf_config hf;
+    int32_t stop_ids[2 * ITH_HF_MAX_STOP_IDS + 1];
+    int num_stop_ids;
+    int thinking;       /* -1 unset */
+    const char *system; /* or NULL */
+    int64_t max_new;
+    ith_sampling sampling;
+} ith_answering;
+
+/* Tokenizer, template, sampling settings (options over generation_config.json over the defaults of
+ * transformers), stop ids (generation config, else config, and the tokenizer's eos). No weight is
+ * read. */
+ith_status ith_answering_open(ith_answering *a, const char *model_dir, const ith_args *args,
+                              ith_error *err);
+void ith_answering_close(ith_answering *a);
+ith_decoder_options ith_answering_decoder(const ith_answering *a, const ith_args *args,
+                                          int64_t batch, int64_t capacity, int64_t max_append);
+/* {role, content} appended to an array of messages. */
+ith_status ith_add_message(json_t *messages, const char *role, const char *text, int64_t len,
+                           ith_error *err);
+/* Ids of the prompt of HF messages, generation prompt included. */
+ith_status ith_prompt_ids(const ith_answering *a, const json_t *messages, const json_t *tools,
+                          ith_ids *out, ith_error *err);
+
+#endif

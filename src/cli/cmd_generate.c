@@ -1,0 +1,250 @@
+/* cmd_generate.c - `ithaca generate`: answers to one prompt or to a file of prompts.
+ *
+ * Rows of a .jsonl file: {"messages": [...]} (and "tools"), or {"prompt": "..."}; lines of any
+ * other file: one prompt each. One JSON object per row goes to stdout in the order of the file:
+ * {"row", "answer", "tokens", "finish_reason"}. */
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/file.h"
+#include "base/json.h"
+#include "base/log.h"
+#include "cli/answering.h"
+#include "cli/commands.h"
+
+typedef struct {
+    ith_ids *prompts;
+    int64_t count, cap, longest;
+} prompt_list;
+
+/* Answers of the running batch. */
+typedef struct {
+    const ith_answering *a;
+    ith_ids *answers;
+    bool *stopped;
+    bool live; /* one prompt given on the command line: text appears as it comes */
+    ith_token_stream stream;
+    ith_buf text;
+    ith_error *err;
+    ith_status status;
+    int64_t total;
+} collector;
+
+static ith_status add_prompt(prompt_list *l, const ith_answering *a, json_t *messages,
+                             const json_t *tools, ith_error *err)
+{
+    ITH_TRY(
+        ith_grow((void **)&l->prompts, &l->cap, l->count + 1, sizeof *l->prompts, "prompts", err));
+    l->prompts[l->count] = (ith_ids){0};
+    ITH_TRY(ith_prompt_ids(a, messages, tools, &l->prompts[l->count], err));
+    l->longest = l->prompts[l->count].count > l->longest ? l->prompts[l->count].count : l->longest;
+    l->count++;
+    return ITH_OK;
+}
+
+static ith_status add_text(prompt_list *l, const ith_answering *a, const char *text, int64_t len,
+                           ith_error *err)
+{
+    json_t *messages = json_array();
+    ith_status status = ITH_OK;
+    if (a->system)
+        status = ith_add_message(messages, "system", a->system, (int64_t)strlen(a->system), err);
+    if (status == ITH_OK)
+        status = ith_add_message(messages, "user", text, len, err);
+    if (status == ITH_OK)
+        status = add_prompt(l, a, messages, NULL, err);
+    json_decref(messages);
+    return status;
+}
+
+static ith_status add_json_row(prompt_list *l, const ith_answering *a, const char *line,
+                               int64_t len, ith_error *err)
+{
+    json_t *row = NULL;
+    ITH_TRY(ith_json_parse(&row, line, len, "row", err));
+    json_t *messages = json_object_get(row, "messages"), *prompt = json_object_get(row, "prompt");
+    ith_status status;
+    if (json_is_array(messages))
+        status = add_prompt(l, a, messages, json_object_get(row, "tools"), err);
+    else if (json_is_string(prompt))
+        status =
+            add_text(l, a, json_string_value(prompt), (int64_t)json_string_length(prompt), err);
+    else
+        status = ith_fail(err, ITH_ERR_FORMAT,
+                          "neither \"messages\" (an array) nor \"prompt\" (a text) is here");
+    json_decref(row);
+    return status;
+}
+
+static ith_status read_prompts(prompt_list *l, const ith_answering *a, const char *path,
+                               ith_error *err)
+{
+    ith_map map;
+    ITH_TRY(ith_map_open(&map, path, err));
+    size_t name = strlen(path);
+    bool json = name > 6 && strcmp(path + name - 6, ".jsonl") == 0;
+    ith_status status = ITH_OK;
+    int64_t number = 1;
+    for (const char *p = map.data, *end = map.data + map.size; p && p < end && status == ITH_OK;
+         number++) {
+        const char *nl = memchr(p, '\n', (size_t)(end - p));
+        int64_t len = (nl ? nl : end) - p, text = len > 0 && p[len - 1] == '\r' ? len - 1 : len;
+        if (text > 0)
+            status = json ? add_json_row(l, a, p, text, err) : add_text(l, a, p, text, err);
+        p += len + (nl != NULL);
+    }
+    ith_map_close(&map);
+    return status == ITH_OK ? ITH_OK
+                            : ith_wrap(err, status, "%s: line %lld", path, (long long)number - 1);
+}
+
+static bool on_token(void *arg, int64_t i, int32_t id, bool is_stop)
+{
+    collector *c = arg;
+    c->total++;
+    c->stopped[i] = is_stop;
+    if (is_stop)
+        return true;
+    ith_ids *ids = &c->answers[i];
+    void *grown = ids->ids;
+    c->status = ith_grow(&grown, &ids->cap, ids->count + 1, 4, "answer", c->err);
+    if (c->status != ITH_OK)
+        return false;
+    ids->ids = grown;
+    ids->ids[ids->count++] = id;
+    if (c->live) {
+        ith_buf_clear(&c->text);
+        c->status = ith_token_stream_push(&c->stream, id, &c->text, c->err);
+        if (c->text.len)
+            fwrite(c->text.data, 1, (size_t)c->text.len, stdout);
+        fflush(stdout);
+    }
+    return c->status == ITH_OK;
+}
+
+static ith_status print_answer(const collector *c, int64_t i, int64_t row, ith_error *err)
+{
+    ith_buf text = {0}, line = {0};
+    json_t *j = NULL;
+    ith_status status = ith_tokenizer_decode(c->a->tokenizer, c->answers[i].ids,
+                                             c->answers[i].count, true, &text, err);
+    if (status == ITH_OK) {
+        j = json_pack("{s:I, s:o, s:I, s:s}", "row", (json_int_t)row, "answer",
+                      json_stringn(text.data ? text.data : "", (size_t)text.len), "tokens",
+                      (json_int_t)c->answers[i].count, "finish_reason",
+                      c->stopped[i] ? "stop" : "length");
+        status = j ? ith_json_dump(j, true, &line, err)
+                   : ith_fail(err, ITH_ERR_MEMORY, "out of memory for an answer");
+    }
+    if (status == ITH_OK) {
+        ith_buf_putc(&line, '\n');
+        status = ith_print(&line, err);
+    }
+    json_decref(j);
+    ith_buf_deinit(&text);
+    ith_buf_deinit(&line);
+    return status;
+}
+
+static ith_status answer_batch(ith_decoder *d, collector *c, const ith_answering *a,
+                               const prompt_list *l, int64_t first, int64_t n, ith_error *err)
+{
+    ith_generate_options how = {a->sampling, a->stop_ids, a->num_stop_ids, a->max_new,
+                                on_token,    c,           (uint64_t)first};
+    for (int64_t i = 0; i < n; i++) {
+        c->answers[i].count = 0;
+        c->stopped[i] = false;
+    }
+    ith_token_stream_init(&c->stream, a->tokenizer, true);
+    ITH_TRY(ith_decoder_generate(d, l->prompts + first, n, &how, err));
+    ITH_TRY(c->status);
+    if (c->live) {
+        ith_buf_clear(&c->text);
+        ITH_TRY(ith_token_stream_flush(&c->stream, &c->text, err));
+        ith_buf_putc(&c->text, '\n');
+        return ith_print(&c->text, err);
+    }
+    for (int64_t i = 0; i < n; i++)
+        ITH_TRY(print_answer(c, i, first + i + 1, err));
+    return ITH_OK;
+}
+
+static ith_status answer_all(const ith_answering *a, const ith_args *args, const prompt_list *l,
+                             ith_error *err)
+{
+    ith_decoder d = {0};
+    collector c = {.a = a, .err = err, .live = ith_args_given(args, "prompt")};
+    int64_t batch = ith_args_int(args, "batch") < l->count ? ith_args_int(args, "batch") : l->count;
+    ith_decoder_options o =
+        ith_answering_decoder(a, args, batch, l->longest + a->max_new, batch * l->longest);
+    ith_status status = ITH_OK;
+    struct timespec t0, t1;
+    ITH_TRY_OUT(ith_alloc_zero((void **)&c.answers, batch, sizeof *c.answers, "answers", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&c.stopped, batch, sizeof *c.stopped, "answers", err));
+    ITH_TRY_OUT(ith_decoder_open(&d, args->positional[0], &o, err));
+    clock_gettime(CLOCK_MONOTONIC, &t0);
+    for (int64_t first = 0; first < l->count && status == ITH_OK; first += batch)
+        status = answer_batch(&d, &c, a, l, first,
+                              l->count - first < batch ? l->count - first : batch, err);
+    clock_gettime(CLOCK_MONOTONIC, &t1);
+    double s = (double)(t1.tv_sec - t0.tv_sec) + 1e-9 * (double)(t1.tv_nsec - t0.tv_nsec);
+    ith_log(ITH_LOG_INFO, "generate", "%lld prompts, %lld new tokens, %.1f tok/s",
+            (long long)l->count, (long long)c.total, (double)c.total / s);
+out:
+    for (int64_t i = 0; c.answers && i < batch; i++)
+        ith_ids_free(&c.answers[i]);
+    ith_free(c.answers);
+    ith_free(c.stopped);
+    ith_buf_deinit(&c.text);
+    ith_decoder_close(&d);
+    return status;
+}
+
+static ith_status run_generate(const ith_args *args, ith_error *err)
+{
+    ith_answering a;
+    prompt_list l = {0};
+    const char *prompt = ith_args_text(args, "prompt");
+    if ((prompt != NULL) == (args->num_positional > 1))
+        return ith_fail(err, ITH_ERR_USAGE,
+                        "generate: give either a file of prompts or --prompt TEXT");
+    ITH_TRY(ith_answering_open(&a, args->positional[0], args, err));
+    ith_status status = prompt ? add_text(&l, &a, prompt, (int64_t)strlen(prompt), err)
+                               : read_prompts(&l, &a, args->positional[1], err);
+    if (status == ITH_OK && l.count == 0)
+        status = ith_fail(err, ITH_ERR_FORMAT, "%s: no prompt in it", args->positional[1]);
+    if (status == ITH_OK)
+        status = answer_all(&a, args, &l, err);
+    for (int64_t i = 0; i < l.count; i++)
+        ith_ids_free(&l.prompts[i]);
+    ith_free(l.prompts);
+    ith_answering_close(&a);
+    return status;
+}
+
+static const ith_option options[] = {{.name = "prompt",
+                                      .letter = 'p',
+                                      .type = ITH_OPTION_TEXT,
+                                      .help = "One user message; its answer appears as text."},
+                                     {.name = "batch",
+                                      .letter = 'b',
+                                      .type = ITH_OPTION_INT,
+                                      .default_text = "8",
+                                      .help = "Prompts at a time.",
+                                      .min = 1,
+                                      .max = 4096},
+                                     ITH_ANSWERING_OPTIONS,
+                                     {.name = NULL}};
+
+const ith_command ith_cmd_generate = {
+    .name = "generate",
+    .arguments = "MODEL [FILE]",
+    .summary = "Answer a prompt or a file of prompts",
+    .details = "Rows of a .jsonl FILE hold \"messages\" or \"prompt\"; other files hold one prompt "
+               "per line.\n"
+               "Writes one JSON object per prompt: row, answer, tokens, finish_reason.\n",
+    .options = options,
+    .min_positional = 1,
+    .max_positional = 2,
+    .run = run_generate};

@@ -1,0 +1,278 @@
+/* decoder.c - generation with a KV cache.
+ * Invariants: 1. row b*C + p of a cache layer holds position p of sequence b. 2. lengths[b] counts
+ * valid rows; rows beyond it are never read. 3. Sequences that are done ride along with their last
+ * token; their results are not used. */
+#include "generate/decoder.h"
+
+#include <string.h>
+
+#include "checkpoint/safetensors.h"
+
+typedef ith_tensor T;
+
+static ith_status push_1d(ith_ctx *ctx, const char *name, int64_t n, T *out)
+{
+    return ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, name, ITH_I32, 1, n, 1, 1, 1, out);
+}
+
+static ith_status place(ith_decoder *d)
+{
+    ith_ctx *ctx = &d->session.ctx;
+    const ith_decoder_options *o = &d->options;
+    const ith_hf_config *c = &d->hf;
+    ITH_TRY(ith_model_place(d->model, ctx, false));
+    int64_t rows = o->batch * o->capacity, layers = c->num_hidden_layers;
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "KV cache", d->model->dtype, 4, layers, rows,
+                         c->num_key_value_heads, c->head_dim, &d->cache.k));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "KV cache", d->model->dtype, 4, layers, rows,
+                         c->num_key_value_heads, c->head_dim, &d->cache.v));
+    d->cache.batch = o->batch;
+    d->cache.capacity = o->capacity;
+    ITH_TRY(push_1d(ctx, "batch", o->batch, &d->cache.lengths));
+    ITH_TRY(push_1d(ctx, "batch", o->max_append, &d->ids));
+    ITH_TRY(push_1d(ctx, "batch", o->max_append, &d->position_ids));
+    ITH_TRY(push_1d(ctx, "batch", o->max_append, &d->rows));
+    ITH_TRY(push_1d(ctx, "batch", o->batch + 1, &d->cu_seqlens));
+    ITH_TRY(push_1d(ctx, "batch", o->batch, &d->last_rows));
+    return ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "logits", d->model->dtype, 2, o->batch,
+                        c->vocab_size, 1, 1, &d->logits);
+}
+
+/* Hidden states of the appended tokens and logits of the last ones. cu: host borders. */
+static ith_status walk(ith_decoder *d, int64_t tokens, const int32_t *cu, int64_t max_len,
+                       bool prefill)
+{
+    ith_ctx *ctx = &d->session.ctx;
+    ith_model *m = d->model;
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS);
+    T hidden;
+    ith_batch b = {.num_tokens = tokens,
+                   .ids = ith_row_range(d->ids, 0, tokens),
+                   .position_ids = ith_row_range(d->position_ids, 0, tokens),
+                   .seqs = {d->cu_seqlens, cu, d->options.batch, max_len}};
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "last hidden state", m->dtype, 2, tokens,
+                         m->config->hidden_size, 1, 1, &hidden));
+    ITH_TRY(m->family->decode(m, ctx, &b, &d->cache, ith_row_range(d->rows, 0, tokens), prefill,
+                              hidden));
+    ITH_TRY(ith_model_logits(m, ctx, d->logits, hidden, d->last_rows));
+    ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+static ith_status plan_memory(ith_decoder *d)
+{
+    ith_ctx *ctx = &d->session.ctx;
+    const ith_decoder_options *o = &d->options;
+    ITH_TRY(place(d));
+    ITH_TRY(walk(d, o->max_append, NULL, ith_min_i64(o->max_append, o->capacity), true));
+    ITH_TRY(walk(d, ith_max_i64(o->batch, o->max_append / o->batch * o->batch), NULL, o->capacity,
+                 false));
+    for (int c = 0; c < ITH_MEM_CLASSES; c++)
+        ith_plan_release(ctx->plan, (ith_mem_class)c, 0);
+    ITH_TRY(ith_plan_commit(ctx->plan, ctx->err));
+    return place(d);
+}
+
+static ith_status load(ith_decoder *d, const char *dir, ith_error *err)
+{
+    ith_st_reader *reader = NULL;
+    ITH_TRY(ith_st_open(&reader, dir, err));
+    ith_status status =
+        ith_model_load(d->model, &d->session.ctx, reader, d->model->w, ith_tensor_none());
+    ith_st_close(reader);
+    return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s", dir);
+}
+
+ith_status ith_decoder_open(ith_decoder *d, const char *model_dir,
+                            const ith_decoder_options *options, ith_error *err)
+{
+    ith_status status = ITH_OK;
+    memset(d, 0, sizeof *d);
+    d->options = *options;
+    ITH_ASSERT(options->batch > 0 && options->capacity > 0 &&
+               options->max_append >= options->batch);
+    ITH_TRY_OUT(ith_hf_config_load(&d->hf, model_dir, err));
+    ITH_TRY_OUT(ith_session_open(&d->session, options->device, 0, options->threads, false, err));
+    ith_dtype dtype = options->set_dtype
+                          ? options->dtype
+                          : (d->hf.has_dtype && d->hf.dtype == ITH_F32 ? ITH_F32 : ITH_BF16);
+    ITH_TRY_OUT(ith_model_create(&d->model, &d->hf, dtype, options->capacity, err));
+    ITH_TRY_OUT(plan_memory(d));
+    ITH_TRY_OUT(load(d, model_dir, err));
+    ITH_TRY_OUT(
+        ith_alloc_zero((void **)&d->lengths, options->batch, sizeof *d->lengths, "decoder", err));
+    ITH_TRY_OUT(
+        ith_alloc((void **)&d->host_logits, options->batch * d->hf.vocab_size * 4, "logits", err));
+    ITH_TRY_OUT(
+        ith_alloc((void **)&d->raw_logits, options->batch * d->hf.vocab_size * 4, "logits", err));
+    ITH_TRY_OUT(ith_alloc((void **)&d->staging,
+                          (3 * options->max_append + 3 * options->batch + 1) * 4, "decoder", err));
+    return ITH_OK;
+out:
+    ith_decoder_close(d);
+    return status;
+}
+
+void ith_decoder_close(ith_decoder *d)
+{
+    ith_model_destroy(d->model);
+    ith_session_close(&d->session);
+    ith_hf_config_deinit(&d->hf);
+    ith_free(d->lengths);
+    ith_free(d->host_logits);
+    ith_free(d->raw_logits);
+    ith_free(d->staging);
+    memset(d, 0, sizeof *d);
+}
+
+void ith_decoder_reset(ith_decoder *d)
+{
+    memset(d->lengths, 0, (size_t)d->options.batch * sizeof *d->lengths);
+}
+
+void ith_decoder_truncate(ith_decoder *d, int64_t b, int64_t length)
+{
+    ITH_ASSERT(length >= 0 && length <= d->lengths[b]);
+    d->lengths[b] = length;
+}
+
+ith_status ith_decoder_append(ith_decoder *d, const int32_t *const *ids, const int64_t *counts)
+{
+    const ith_decoder_options *o = &d->options;
+    ith_device *dev = d->session.ctx.device;
+    ith_error *err = d->session.ctx.err;
+    int32_t *sid = d->staging, *pos = sid + o->max_append, *rows = pos + o->max_append,
+            *cu = rows + o->max_append;
+    int32_t *last = cu + o->batch + 1, *len = last + o->batch;
+    int64_t n = 0, max_len = 0, cached = 0;
+    cu[0] = 0;
+    for (int64_t b = 0; b < o->batch; b++) {
+        ITH_ASSERT(d->lengths[b] + counts[b] <= o->capacity && n + counts[b] <= o->max_append);
+        cached += d->lengths[b];
+        for (int64_t i = 0; i < counts[b]; i++, n++) {
+            sid[n] = ids[b][i];
+            pos[n] = (int32_t)(d->lengths[b] + i);
+            rows[n] = (int32_t)(b * o->capacity + d->lengths[b] + i);
+        }
+        d->lengths[b] += counts[b];
+        max_len = ith_max_i64(max_len, counts[b]);
+        cu[b + 1] = (int32_t)n;
+        last[b] = (int32_t)ith_max_i64(n - 1, 0);
+        len[b] = (int32_t)d->lengths[b];
+    }
+    ITH_TRY(dev->upload(dev, d->ids.data, sid, n * 4, err));
+    ITH_TRY(dev->upload(dev, d->position_ids.data, pos, n * 4, err));
+    ITH_TRY(dev->upload(dev, d->rows.data, rows, n * 4, err));
+    ITH_TRY(dev->upload(dev, d->cu_seqlens.data, cu, (o->batch + 1) * 4, err));
+    ITH_TRY(dev->upload(dev, d->last_rows.data, last, o->batch * 4, err));
+    ITH_TRY(dev->upload(dev, d->cache.lengths.data, len, o->batch * 4, err));
+    ITH_TRY(walk(d, n, cu, max_len, cached == 0));
+    int64_t values = o->batch * d->hf.vocab_size;
+    ITH_TRY(dev->download(dev, d->raw_logits, d->logits.data,
+                          values * ith_dtype_bytes(d->logits.dtype), err));
+    ITH_TRY(dev->sync(dev, err));
+    ith_convert(d->host_logits, ITH_F32, d->raw_logits, d->logits.dtype, values);
+    return ITH_OK;
+}
+
+/* ---- generation
+ * -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    ith_ids past; /* prompt and answer */
+    int64_t new_tokens;
+    bool done;
+} sequence;
+
+static bool is_stop(const ith_generate_options *how, int32_t id)
+{
+    for (int i = 0; i < how->num_stop_ids; i++)
+        if (how->stop_ids[i] == id)
+            return true;
+    return false;
+}
+
+/* The next token of every open sequence from host_logits; false when none is open. */
+static ith_status choose(ith_decoder *d, ith_sampler *sampler, sequence *seqs, int64_t num,
+                         const ith_generate_options *how, bool *open, ith_error *err)
+{
+    *open = false;
+    for (int64_t i = 0; i < num; i++) {
+        sequence *s = &seqs[i];
+        int32_t id = 0;
+        if (s->done)
+            continue;
+        ITH_TRY(ith_sampler_next(sampler, &how->sampling, d->host_logits + i * d->hf.vocab_size,
+                                 s->past.ids, s->past.count, how->first_stream + (uint64_t)i, &id,
+                                 err));
+        void *grown = s->past.ids;
+        ITH_TRY(ith_grow(&grown, &s->past.cap, s->past.count + 1, 4, "tokens", err));
+        s->past.ids = grown;
+        s->past.ids[s->past.count++] = id;
+        s->new_tokens++;
+        bool stop = is_stop(how, id), go_on = how->token(how->arg, i, id, stop);
+        s->done =
+            stop || !go_on || s->new_tokens >= how->max_new || s->past.count >= d->options.capacity;
+        *open = *open || !s->done;
+    }
+    return ITH_OK;
+}
+
+static ith_status run(ith_decoder *d, ith_sampler *sampler, sequence *seqs, int64_t num,
+                      const int32_t **ids, int64_t *counts, const ith_generate_options *how,
+                      ith_error *err)
+{
+    static const int32_t nothing = 0;
+    ith_decoder_reset(d);
+    for (int64_t b = 0; b < d->options.batch; b++) {
+        ids[b] = b < num ? seqs[b].past.ids : &nothing;
+        counts[b] = b < num ? seqs[b].past.count : 0;
+    }
+    ITH_TRY(ith_decoder_append(d, ids, counts));
+    for (bool open = true;;) {
+        ITH_TRY(choose(d, sampler, seqs, num, how, &open, err));
+        if (!open)
+            return ITH_OK;
+        for (int64_t b = 0; b < d->options.batch; b++) {
+            ids[b] = b < num ? &seqs[b].past.ids[seqs[b].past.count - 1] : &nothing;
+            counts[b] = 1;
+            if (b >= num || seqs[b].done) /* ride along on the same row */
+                ith_decoder_truncate(
+                    d, b, ith_max_i64(0, d->lengths[b] - (d->lengths[b] >= d->options.capacity)));
+        }
+        ITH_TRY(ith_decoder_append(d, ids, counts));
+    }
+}
+
+ith_status ith_decoder_generate(ith_decoder *d, const ith_ids *prompts, int64_t num,
+                                const ith_generate_options *how, ith_error *err)
+{
+    ITH_ASSERT(num > 0 && num <= d->options.batch);
+    sequence *seqs = NULL;
+    const int32_t **ids = NULL;
+    int64_t *counts = NULL;
+    ith_sampler sampler = {0};
+    ith_status status = ITH_OK;
+    ITH_TRY_OUT(ith_alloc_zero((void **)&seqs, num, sizeof *seqs, "sequences", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&ids, d->options.batch, sizeof *ids, "sequences", err));
+    ITH_TRY_OUT(
+        ith_alloc_zero((void **)&counts, d->options.batch, sizeof *counts, "sequences", err));
+    ITH_TRY_OUT(ith_sampler_init(&sampler, d->hf.vocab_size, err));
+    for (int64_t i = 0; i < num; i++) {
+        ITH_ASSERT(prompts[i].count > 0 && prompts[i].count < d->options.capacity);
+        void *copy = NULL;
+        ITH_TRY_OUT(ith_grow(&copy, &seqs[i].past.cap, prompts[i].count + 64, 4, "tokens", err));
+        seqs[i].past.ids = copy;
+        memcpy(copy, prompts[i].ids, (size_t)prompts[i].count * 4);
+        seqs[i].past.count = prompts[i].count;
+    }
+    status = run(d, &sampler, seqs, num, ids, counts, how, err);
+out:
+    for (int64_t i = 0; seqs && i < num; i++)
+        ith_free(seqs[i].past.ids);
+    ith_sampler_deinit(&sampler);
+    ith_free(seqs);
+    ith_free(ids);
+    ith_free(counts);
+    return status;
+}
