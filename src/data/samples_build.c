@@ -12,7 +12,7 @@
 #include <time.h>
 
 #define BATCH_UNITS 512
-#define BATCH_BYTES ((int64_t)8 << 20)
+#define BATCH_BYTES_PER_THREAD ((int64_t)4 << 20)
 #define PROGRESS_SECONDS 10
 
 typedef struct {
@@ -139,11 +139,11 @@ static void encode_task(void *arg, int64_t begin, int64_t end, int thread)
 }
 
 /* Fills units with the next rows; returns how many. */
-static int64_t gather_units(const ith_samples *s, unit *units, int64_t *next)
+static int64_t gather_units(const ith_samples *s, unit *units, int64_t max_bytes, int64_t *next)
 {
     const ith_dataset_sample *all = ith_dataset_samples(s->dataset);
     int64_t n = ith_dataset_num_samples(s->dataset), count = 0, bytes = 0;
-    while (*next < n && count < BATCH_UNITS && bytes < BATCH_BYTES) {
+    while (*next < n && count < BATCH_UNITS && bytes < max_bytes) {
         unit *u = &units[count++];
         u->first = u->end = *next;
         while (u->end < n && all[u->end].part == all[u->first].part &&
@@ -225,9 +225,10 @@ static ith_status encode_all(ith_samples *s, const ith_samples_options *o, unit 
 {
     unit_batch batch = {s, o, units};
     int64_t n = ith_dataset_num_samples(s->dataset), dropped_reasoning = 0;
+    int64_t max_bytes = BATCH_BYTES_PER_THREAD * ith_pool_threads(o->pool);
     double last = seconds_now();
     for (int64_t next = 0; next < n;) {
-        int64_t count = gather_units(s, units, &next);
+        int64_t count = gather_units(s, units, max_bytes, &next);
         ith_pool_for(o->pool, count, 1, encode_task, &batch);
         for (int64_t i = 0; i < count; i++) {
             ITH_TRY(join_unit(s, &units[i], writer, first_stored, err));

@@ -6,7 +6,7 @@
  *   table    stored_sample
  *   entries  int64
  *   text     JSON: names of the parts, dropped rows by reason; padded to 8
- *   footer   192 bytes: counts, key, SHA-256 of everything between ids and footer
+ *   footer   192 bytes: counts, key, SHA-256 of everything behind the ids (itself as zeros)
  * Little-endian. The footer comes last because the counts are known last, so that ids can be
  * written while they are made. */
 #include "base/checked.h"
@@ -109,9 +109,10 @@ ith_status samples_cache_finish(const ith_samples *s, ith_writer *w, ith_error *
     ITH_TRY_OUT(put(w, &h, s->table, s->num_stored * (int64_t)sizeof *s->table, err));
     ITH_TRY_OUT(put(w, &h, s->entries, s->num_entries * 8, err));
     ITH_TRY_OUT(put(w, &h, text.data, text.len, err));
-    ith_sha256_hex(&h, digest);
     footer.text_bytes = text.len;
     memcpy(footer.key, s->key, 64);
+    ith_sha256_update(&h, &footer, sizeof footer);
+    ith_sha256_hex(&h, digest);
     memcpy(footer.digest, digest, 64);
     ITH_TRY_OUT(ith_writer_write(w, &footer, sizeof footer, err));
     status = ith_writer_commit(w, err);
@@ -208,6 +209,9 @@ static const char *check_file(const ith_samples *s, const ith_map *map, cache_fo
     char digest[65];
     ith_sha256_init(&h);
     ith_sha256_update(&h, map->data + layout->runs, layout->footer - layout->runs);
+    cache_footer blank = *footer;
+    memset(blank.digest, 0, sizeof blank.digest);
+    ith_sha256_update(&h, &blank, sizeof blank);
     ith_sha256_hex(&h, digest);
     return memcmp(footer->digest, digest, 64) == 0 ? NULL : "damaged";
 }
