@@ -1,8 +1,9 @@
 /* op_check - compares a backend with the reference, one line a case; exit 0 when all bounds hold.
  *
- *     op_check [device=cpu|ref|cuda] [dtype=f32|bf16|all] [seed=N] [only=TEXT] [quiet=1]
+ *     op_check [device=cpu|ref|cuda] [dtype=f32|bf16|all] [seed=N] [only=TEXT] [quiet=1] [fast=1]
  *
- * only= keeps the cases whose text contains TEXT; quiet=1 prints failures and the count alone. */
+ * only= keeps the cases whose text contains TEXT; quiet=1 prints failures and the count alone;
+ * fast=1 does not ask the backend for bit-equal re-runs. */
 #include "op_cases.h"
 
 #ifdef ITH_HAVE_CUDA_LOADER
@@ -15,7 +16,7 @@
 typedef struct {
     const char *device, *dtype, *only;
     uint64_t seed;
-    bool quiet;
+    bool quiet, fast;
 } options;
 
 static const char *value_of(const char *arg, const char *key)
@@ -39,6 +40,8 @@ static bool parse(int argc, char **argv, options *o)
             o->seed = strtoull(v, NULL, 10);
         else if ((v = value_of(argv[i], "quiet=")))
             o->quiet = *v == '1';
+        else if ((v = value_of(argv[i], "fast=")))
+            o->fast = *v == '1';
         else
             return false;
     }
@@ -61,7 +64,7 @@ static ith_status open_device(const options *o, ith_ctx *ctx, ith_pool **pool, i
 #endif
 #ifdef ITH_HAVE_CUDA_LOADER
     if (strcmp(o->device, "cuda") == 0) {
-        *ctx = (ith_ctx){.err = err, .deterministic = true};
+        *ctx = (ith_ctx){.err = err, .deterministic = !o->fast};
         return ith_ctx_open_cuda(ctx, 0, false);
     }
 #endif
@@ -97,7 +100,7 @@ int main(int argc, char **argv)
     options o;
     if (!parse(argc, argv, &o)) {
         fprintf(stderr, "usage: op_check [device=cpu|ref|cuda] [dtype=f32|bf16|all] [seed=N] "
-                        "[only=TEXT] [quiet=1]\n");
+                        "[only=TEXT] [quiet=1] [fast=1]\n");
         return 2;
     }
     static ith_error err;
