@@ -1,3 +1,4 @@
+/* links: ith_tokenizer */
 /* fuzz_template.c - any bytes as a chat template: compiled and rendered within small limits. The
  * first byte picks the context; bit 7 also traces. What renders must be valid UTF-8. */
 #include "tokenizer/jinja.h"
