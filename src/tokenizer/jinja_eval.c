@@ -871,7 +871,7 @@ static flow exec_op(ith_jj_interp *in, const ith_jj_node *node)
     case JJ_CONTINUE:
         return FLOW_CONTINUE;
     default:
-        ITH_ASSERT(!"statement");
+        ITH_ASSERT(node->op > JJ_NS_TARGET); /* a statement */
     }
     return FLOW_NEXT;
 }

@@ -11,13 +11,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
 static const char *const contexts[] = {
     "{}",
-    "{\"messages\": [{\"role\": \"user\", \"content\": \"hi\"}, {\"role\": \"assistant\", "
-    "\"content\": \"\\u00e9<think>x</think>\", \"tool_calls\": [{\"function\": {\"name\": \"f\", "
-    "\"arguments\": {\"a\": 1.5, \"b\": [null, true]}}}]}, {\"role\": \"tool\", \"content\": "
-    "[{\"type\": \"text\", \"text\": \"t\"}]}], \"tools\": [{\"name\": \"f\"}], "
-    "\"add_generation_prompt\": true}",
-    "{\"messages\": [], \"a\": \"text \\ud83d\\ude00\\u0000\", \"b\": [3, 1, 2], \"c\": {\"k\": "
-    "{\"k\": 9223372036854775807}}, \"x\": -1, \"y\": 0.1, \"n\": null, \"s\": \" s \"}",
+    ("{\"messages\": [{\"role\": \"user\", \"content\": \"hi\"}, {\"role\": \"assistant\", "
+     "\"content\": \"\\u00e9<think>x</think>\", \"tool_calls\": [{\"function\": {\"name\": \"f\", "
+     "\"arguments\": {\"a\": 1.5, \"b\": [null, true]}}}]}, {\"role\": \"tool\", \"content\": "
+     "[{\"type\": \"text\", \"text\": \"t\"}]}], \"tools\": [{\"name\": \"f\"}], "
+     "\"add_generation_prompt\": true}"),
+    ("{\"messages\": [], \"a\": \"text \\ud83d\\ude00\\u0000\", \"b\": [3, 1, 2], \"c\": {\"k\": "
+     "{\"k\": 9223372036854775807}}, \"x\": -1, \"y\": 0.1, \"n\": null, \"s\": \" s \"}"),
     "{\"messages\": \"not a list\", \"tools\": {}, \"enable_thinking\": false}",
 };
 

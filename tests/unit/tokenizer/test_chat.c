@@ -472,8 +472,8 @@ static void test_encode_turns_refuses_templates_it_cannot_place(void **state)
     static const char *const texts[] = {
         "{{ messages[0].content + messages[1].content }}",
         "{% for m in messages %}{{ m.content }}{% endfor %}",
-        "{% for m in messages[::-1] %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        ("{% for m in messages[::-1] %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}"
+         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"),
     };
     (void)state;
     for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
