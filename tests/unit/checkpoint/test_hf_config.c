@@ -103,8 +103,8 @@ static void test_both_spellings_of_the_rotary_keys_agree(void **state)
     static const char *const same[] = {
         "{\"rope_theta\": 5e6}",
         "{\"rope_theta\": 5000000.0, \"rope_scaling\": {\"rope_type\": \"default\"}}",
-        "{\"rope_theta\": \"<absent>\", \"rope_scaling\": \"<absent>\", \"rope_parameters\": "
-        "{\"rope_theta\": 5000000, \"rope_type\": \"default\"}}",
+        ("{\"rope_theta\": \"<absent>\", \"rope_scaling\": \"<absent>\", \"rope_parameters\": "
+         "{\"rope_theta\": 5000000, \"rope_type\": \"default\"}}"),
         "{\"rope_theta\": 10000, \"rope_parameters\": {\"rope_theta\": 5e6}}",
     };
     for (size_t i = 0; i < sizeof same / sizeof *same; i++) {

@@ -59,7 +59,7 @@ static void test_every_half_reads_right_and_comes_back(void **state)
             assert_true((ith_f32_to_f16(f) & 0x7c00) == 0x7c00 && (ith_f32_to_f16(f) & 0x3ff));
             continue;
         }
-        if ((double)f != wanted || signbit(f) != (x >> 15 != 0))
+        if ((double)f != wanted || (signbit(f) != 0) != (x >> 15 != 0))
             fail_msg("half %04x: %g, expected %g", x, (double)f, wanted);
         assert_int_equal(ith_f32_to_f16(f), x);
     }
