@@ -69,7 +69,14 @@ static ith_status cpu_memory(ith_device *d, int64_t *free_bytes, int64_t *total_
 
 ith_device *ith_device_cpu(void)
 {
-    static ith_device cpu = {"cpu",    NULL,     cpu_alloc, cpu_free, cpu_copy,
-                             cpu_copy, cpu_copy, cpu_fill,  cpu_sync, cpu_memory};
+    static ith_device cpu = {.name = "cpu",
+                             .alloc = cpu_alloc,
+                             .free = cpu_free,
+                             .upload = cpu_copy,
+                             .download = cpu_copy,
+                             .copy = cpu_copy,
+                             .fill = cpu_fill,
+                             .sync = cpu_sync,
+                             .memory = cpu_memory};
     return &cpu;
 }

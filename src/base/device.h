@@ -28,6 +28,10 @@ struct ith_device {
     ith_status (*sync)(ith_device *d, ith_error *err);
     /* Free and total bytes. */
     ith_status (*memory)(ith_device *d, int64_t *free_bytes, int64_t *total_bytes, ith_error *err);
+    /* Optional (NULL): records stamp idx in stream order; milliseconds between two stamps, after a
+     * sync. */
+    ith_status (*stamp)(ith_device *d, int64_t idx, ith_error *err);
+    ith_status (*elapsed)(ith_device *d, int64_t from, int64_t to, double *ms, ith_error *err);
 };
 
 /* The host itself; never destroyed. */

@@ -9,28 +9,10 @@
 #include "checkpoint/model_dir.h"
 #include "cli/commands.h"
 #include "model/model.h"
+#include "model/presets.h"
 #include "tokenizer/tokenizer.h"
 
 #define CHUNK_ELEMENTS ((int64_t)1 << 20)
-
-/* Published Qwen3 shapes, and two small ones. */
-static const struct preset {
-    const char *name;
-    int64_t hidden, layers, heads, kv_heads, head_dim, intermediate;
-    bool tied;
-    int64_t experts, experts_per_tok, moe_intermediate;
-} presets[] = {{"tiny", 64, 2, 4, 2, 16, 128, true, 0, 0, 0},
-               {"small", 256, 4, 4, 2, 64, 768, true, 0, 0, 0},
-               {"0.6b", 1024, 28, 16, 8, 128, 3072, true, 0, 0, 0},
-               {"1.7b", 2048, 28, 16, 8, 128, 6144, true, 0, 0, 0},
-               {"4b", 2560, 36, 32, 8, 128, 9728, true, 0, 0, 0},
-               {"8b", 4096, 36, 32, 8, 128, 12288, false, 0, 0, 0},
-               {"14b", 5120, 40, 40, 8, 128, 17408, false, 0, 0, 0},
-               {"32b", 5120, 64, 64, 8, 128, 25600, false, 0, 0, 0},
-               {"tiny-moe", 64, 2, 4, 2, 16, 128, false, 8, 2, 32},
-               {"30b-a3b", 2048, 48, 32, 4, 128, 6144, false, 128, 8, 768}};
-
-static const char preset_words[] = "tiny small 0.6b 1.7b 4b 8b 14b 32b tiny-moe 30b-a3b";
 
 /* A plain ChatML template with thinking, for directories whose tokenizer brings none. */
 static const char default_template[] =
@@ -45,35 +27,6 @@ static const char default_template[] =
     "{%- if add_generation_prompt %}\n"
     "    {{- '<|im_start|>assistant\\n' }}\n"
     "{%- endif %}\n";
-
-static ith_status preset_config(const struct preset *p, ith_dtype dtype, int64_t vocab, int64_t eos,
-                                json_t **out, ith_error *err)
-{
-    json_t *c = json_pack(
-        "{s:[s], s:s, s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:f, s:f, s:I, s:b, s:b, s:f, s:o, "
-        "s:o, s:s, s:b, s:b}",
-        "architectures", p->experts ? "Qwen3MoeForCausalLM" : "Qwen3ForCausalLM", "model_type",
-        p->experts ? "qwen3_moe" : "qwen3", "vocab_size", (json_int_t)vocab, "hidden_size",
-        (json_int_t)p->hidden, "num_hidden_layers", (json_int_t)p->layers, "num_attention_heads",
-        (json_int_t)p->heads, "num_key_value_heads", (json_int_t)p->kv_heads, "head_dim",
-        (json_int_t)p->head_dim, "intermediate_size", (json_int_t)p->intermediate, "hidden_act",
-        "silu", "rms_norm_eps", 1e-6, "rope_theta", 1e6, "max_position_embeddings",
-        (json_int_t)40960, "tie_word_embeddings", (int)p->tied, "attention_bias", 0,
-        "initializer_range", 0.02, "eos_token_id", eos >= 0 ? json_integer(eos) : json_null(),
-        "bos_token_id", json_null(), "torch_dtype", dtype == ITH_F32 ? "float32" : "bfloat16",
-        "use_cache", 1, "use_sliding_window", 0);
-    if (c && p->experts) {
-        json_object_set_new(c, "num_experts", json_integer(p->experts));
-        json_object_set_new(c, "num_experts_per_tok", json_integer(p->experts_per_tok));
-        json_object_set_new(c, "moe_intermediate_size", json_integer(p->moe_intermediate));
-        json_object_set_new(c, "norm_topk_prob", json_true());
-        json_object_set_new(c, "decoder_sparse_step", json_integer(1));
-    }
-    if (!c)
-        return ith_fail(err, ITH_ERR_MEMORY, "out of memory for config.json");
-    *out = c;
-    return ITH_OK;
-}
 
 static ith_status write_text(const char *dir, const char *name, const char *text, int64_t len,
                              ith_error *err)
@@ -202,8 +155,9 @@ static ith_status make_config(const ith_args *args, const char *dir, ith_dtype d
                 vocab = size > 140000 ? 151936 : ith_round_up(size, 64);
         int32_t eos = ith_tokenizer_find(tok, "<|im_end|>");
         ith_tokenizer_close(tok);
-        ITH_TRY(preset_config(&presets[ith_args_word(args, "size")], dtype,
-                              ith_max_i64(vocab, ith_round_up(size, 64)), eos, &config, err));
+        ITH_TRY(ith_preset_config(ith_args_word(args, "size"),
+                                  ith_max_i64(vocab, ith_round_up(size, 64)), eos, dtype, &config,
+                                  err));
         char *dump = json_dumps(config, JSON_INDENT(2));
         json_decref(config);
         if (!dump)
@@ -267,7 +221,7 @@ static const ith_option options[] = {{.name = "size",
                                       .type = ITH_OPTION_WORD,
                                       .default_text = "small",
                                       .help = "Shape of a Qwen3 model.",
-                                      .words = preset_words},
+                                      .words = ith_preset_words},
                                      {.name = "config",
                                       .letter = 'c',
                                       .type = ITH_OPTION_PATH,

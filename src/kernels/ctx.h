@@ -13,16 +13,18 @@ extern "C" {
 #endif
 
 typedef struct ith_backend ith_backend;
+typedef struct ith_profile ith_profile; /* kernels/profile.h */
 
 typedef struct ith_ctx {
     const ith_backend *backend; /* the operator table */
     ith_device *device;
-    ith_pool *pool;     /* CPU threads; NULL: one */
-    ith_plan *plan;     /* NULL: operators take their scratch from the device (tests) */
-    void *state;        /* the backend's own: handles, streams, tuned algorithms */
-    ith_error *err;     /* owned by the caller */
-    bool deterministic; /* ask backends for bit-equal re-runs where the fast way is not */
-    void *scratch;      /* of the running operator: set by the dispatcher, valid during the call */
+    ith_pool *pool;       /* CPU threads; NULL: one */
+    ith_plan *plan;       /* NULL: operators take their scratch from the device (tests) */
+    void *state;          /* the backend's own: handles, streams, tuned algorithms */
+    ith_error *err;       /* owned by the caller */
+    bool deterministic;   /* ask backends for bit-equal re-runs where the fast way is not */
+    ith_profile *profile; /* NULL: nobody measures */
+    void *scratch; /* of the running operator: set by the dispatcher, valid during the call */
     int64_t scratch_bytes;
 } ith_ctx;
 

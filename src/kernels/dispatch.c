@@ -5,6 +5,7 @@
  * 3. Without a plan (tests) scratch comes from the device for the length of the call, and the call
  * waits. */
 #include "kernels/backend.h"
+#include "kernels/profile.h"
 
 ith_status ith_ctx_push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype, int ndim,
                         int64_t d0, int64_t d1, int64_t d2, int64_t d3, ith_tensor *out)
@@ -51,6 +52,13 @@ static void scratch_end(ith_ctx *ctx, int64_t mark)
     ctx->scratch_bytes = 0;
 }
 
+/* A failed stamp shows as a failed sync soon enough. */
+static void stamp(ith_ctx *ctx, const char *op, bool end)
+{
+    if (ctx->profile)
+        (void)ith_profile_stamp(ctx, op, end);
+}
+
 #define RUN(op, ...)                                                                               \
     do {                                                                                           \
         if (!ctx->backend->op.run)                                                                 \
@@ -60,8 +68,12 @@ static void scratch_end(ith_ctx *ctx, int64_t mark)
             ctx->backend->op.workspace ? ctx->backend->op.workspace(ctx, __VA_ARGS__) : 0;         \
         int64_t mark_ = 0;                                                                         \
         ITH_TRY(scratch_begin(ctx, #op, bytes_, &mark_));                                          \
-        ith_status status_ =                                                                       \
-            ith_ctx_counting(ctx) ? ITH_OK : ctx->backend->op.run(ctx, __VA_ARGS__);               \
+        ith_status status_ = ITH_OK;                                                               \
+        if (!ith_ctx_counting(ctx)) {                                                              \
+            stamp(ctx, #op, false);                                                                \
+            status_ = ctx->backend->op.run(ctx, __VA_ARGS__);                                      \
+            stamp(ctx, #op, true);                                                                 \
+        }                                                                                          \
         scratch_end(ctx, mark_);                                                                   \
         return status_ == ITH_OK ? ITH_OK : ith_wrap(ctx->err, status_, "%s", #op);                \
     } while (0)

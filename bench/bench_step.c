@@ -1,0 +1,302 @@
+/* bench_step.c - a whole training step of a real shape, random weights and tokens.
+ *
+ *     ithaca_bench_step [model=0.6b] [batch=4] [seq=4096] [device=auto|cpu|cuda] [steps=8] [warm=3]
+ * [keep=auto|all|attention|input] [master=fp32|bf16] [dtype=bfloat16] [chunk=N] [vocab=151936]
+ * [threads=N] [profile=0|1] [csv=FILE] [memory=GIB] [plan=1] [json=1]
+ *
+ * Every token is real (no padding) and labelled. Prints the median step, tokens per second, share
+ * of the measured matmul rate and planned memory; with profile=1 the time by operator, its sum
+ * beside the step. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "base/rng.h"
+#include "kernels/profile.h"
+#include "model/presets.h"
+#include "train/trainer.h"
+
+typedef struct {
+    char model[32], csv[256];
+    int64_t batch, seq, steps, warm, chunk, vocab, memory_gib;
+    int keep, threads;
+    ith_use_device device;
+    bool bf16_states, profile, plan, json;
+    ith_dtype dtype;
+} options;
+
+static ith_error err;
+
+static void check(ith_status status)
+{
+    if (status == ITH_OK)
+        return;
+    fprintf(stderr, "error: %s\n", err.text);
+    exit(1);
+}
+
+static double now_s(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static bool is(const char *arg, const char *key, const char **value)
+{
+    size_t n = strlen(key);
+    if (strncmp(arg, key, n) != 0 || arg[n] != '=')
+        return false;
+    *value = arg + n + 1;
+    return true;
+}
+
+static int word(const char *value, const char *words)
+{
+    size_t len = strlen(value);
+    int idx = 0;
+    for (const char *p = words; *p; idx++) {
+        size_t n = strcspn(p, " ");
+        if (n == len && memcmp(p, value, n) == 0)
+            return idx;
+        p += n + (p[n] == ' ');
+    }
+    fprintf(stderr, "error: %s is not one of: %s\n", value, words);
+    exit(2);
+}
+
+static options parse(int argc, char **argv)
+{
+    options o = {.model = "0.6b",
+                 .batch = 4,
+                 .seq = 4096,
+                 .steps = 8,
+                 .warm = 3,
+                 .vocab = 151936,
+                 .keep = -1,
+                 .dtype = ITH_BF16};
+    for (int i = 1; i < argc; i++) {
+        const char *v = NULL, *a = argv[i];
+        const struct {
+            const char *key;
+            int64_t *to;
+        } numbers[] = {{"batch", &o.batch},      {"seq", &o.seq},     {"steps", &o.steps},
+                       {"warm", &o.warm},        {"chunk", &o.chunk}, {"vocab", &o.vocab},
+                       {"memory", &o.memory_gib}};
+        bool found = false;
+        for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
+            if (is(a, numbers[k].key, &v)) {
+                *numbers[k].to = strtoll(v, NULL, 10);
+                found = true;
+            }
+        if (found)
+            continue;
+        if (is(a, "model", &v))
+            snprintf(o.model, sizeof o.model, "%s", v);
+        else if (is(a, "csv", &v))
+            snprintf(o.csv, sizeof o.csv, "%s", v);
+        else if (is(a, "threads", &v))
+            o.threads = (int)strtol(v, NULL, 10);
+        else if (is(a, "device", &v))
+            o.device = (ith_use_device)word(v, "auto cpu cuda");
+        else if (is(a, "keep", &v))
+            o.keep = word(v, "auto all attention input") - 1;
+        else if (is(a, "master", &v))
+            o.bf16_states = word(v, "fp32 bf16") == 1;
+        else if (is(a, "dtype", &v))
+            o.dtype = word(v, "bfloat16 float32") == 1 ? ITH_F32 : ITH_BF16;
+        else if (is(a, "profile", &v))
+            o.profile = *v == '1';
+        else if (is(a, "plan", &v))
+            o.plan = *v == '1';
+        else if (is(a, "json", &v))
+            o.json = *v == '1';
+        else {
+            fprintf(stderr, "error: %s is not an option (see the head of bench_step.c)\n", a);
+            exit(2);
+        }
+    }
+    return o;
+}
+
+/* Random weights, uploaded: the same million values over and over with ones in the norms. */
+static void fill_weights(ith_model *m, ith_ctx *ctx, ith_tensor flat)
+{
+    enum { N = 1 << 20 };
+    float *values = ith_malloc(N * 4);
+    char *bytes = ith_malloc(N * 4), *ones = ith_malloc(N * 4);
+    int64_t size = ith_dtype_bytes(flat.dtype);
+    if (!flat.ndim)
+        return;
+    for (int64_t i = 0; i < N; i++)
+        values[i] = (float)(0.02 * ith_rng_normal(1, 2, (uint64_t)i));
+    ith_convert(bytes, flat.dtype, values, ITH_F32, N);
+    for (int64_t i = 0; i < N; i++)
+        values[i] = 1.0f;
+    ith_convert(ones, flat.dtype, values, ITH_F32, N);
+    for (int64_t p = 0; p < m->num_pieces; p++) {
+        const ith_hf_piece *piece = &m->pieces[p];
+        for (int64_t done = 0; done < piece->count; done += N) {
+            int64_t n = ith_min_i64(N, piece->count - done),
+                    at = m->params[piece->param].first + piece->first + done;
+            check(ctx->device->upload(ctx->device, (char *)flat.data + at * size,
+                                      piece->is_norm ? ones : bytes, n * size, &err));
+        }
+    }
+    check(ctx->device->sync(ctx->device, &err));
+    ith_free(values);
+    ith_free(bytes);
+    ith_free(ones);
+}
+
+static ith_micro_batch make_batch(const options *o)
+{
+    int64_t n = o->batch * o->seq;
+    ith_micro_batch b = {.num_tokens = n,
+                         .num_docs = o->batch,
+                         .num_labels = n - o->batch,
+                         .weight_sum = (double)(n - o->batch)};
+    b.ids = ith_malloc(n * 4);
+    b.position_ids = ith_malloc(n * 4);
+    b.labels = ith_malloc(n * 4);
+    b.weights = ith_malloc(n * 4);
+    b.cu_seqlens = ith_malloc((o->batch + 1) * 4);
+    if (!b.ids || !b.position_ids || !b.labels || !b.weights || !b.cu_seqlens)
+        exit(1);
+    for (int64_t i = 0; i < n; i++) {
+        b.ids[i] = (int32_t)ith_rng_below(3, 4, (uint64_t)i, o->vocab);
+        b.position_ids[i] = (int32_t)(i % o->seq);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        bool last = (i + 1) % o->seq == 0;
+        b.labels[i] = last ? -100 : b.ids[i + 1];
+        b.weights[i] = last ? 0.0f : 1.0f;
+    }
+    for (int64_t i = 0; i <= o->batch; i++)
+        b.cu_seqlens[i] = (int32_t)(i * o->seq);
+    return b;
+}
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return x < y ? -1 : x > y;
+}
+
+static void print_profile(const ith_profile *p, int64_t steps, double step_ms)
+{
+    double sum = 0;
+    printf("%-32s %8s %10s %7s\n", "operator", "calls", "ms/step", "share");
+    for (int i = 0; i < p->num_rows; i++) {
+        sum += p->rows[i].ms / (double)steps;
+        printf("%-32s %8.0f %10.3f %6.1f%%\n", p->rows[i].op,
+               (double)p->rows[i].calls / (double)steps, p->rows[i].ms / (double)steps,
+               100 * p->rows[i].ms / (double)steps / step_ms);
+    }
+    printf("%-32s %8s %10.3f of %.3f (%.1f%%)\n", "sum", "", sum, step_ms, 100 * sum / step_ms);
+}
+
+int main(int argc, char **argv)
+{
+    options o = parse(argc, argv);
+    json_t *json = NULL;
+    ith_hf_config hf;
+    ith_session session;
+    ith_model *model = NULL;
+    ith_step *step = NULL;
+    int preset = ith_preset_find(o.model);
+    if (preset < 0) {
+        fprintf(stderr, "error: model %s is not one of: %s\n", o.model, ith_preset_words);
+        return 2;
+    }
+    check(ith_preset_config(preset, o.vocab, -1, o.dtype, &json, &err));
+    char *text = json_dumps(json, 0);
+    check(ith_hf_config_parse(&hf, text, (int64_t)strlen(text), "preset", &err));
+    check(ith_session_open(&session, o.device, 0, o.threads, o.plan, &err));
+    ith_ctx *ctx = &session.ctx;
+    check(ith_model_create(&model, &hf, o.dtype, o.seq, &err));
+    ith_step_config c = {.max_tokens = o.batch * o.seq,
+                         .max_docs = o.batch,
+                         .max_labels = o.batch * (o.seq - 1),
+                         .max_doc_tokens = o.seq,
+                         .chunk_rows = o.chunk,
+                         .training = true,
+                         .fp32_master = !o.bf16_states,
+                         .bf16_moments = o.bf16_states,
+                         .keep = o.keep,
+                         .memory_limit = o.memory_gib << 30,
+                         .max_grad_norm = 1.0f,
+                         .seed = 1};
+    double t0 = now_s();
+    check(ith_step_create(&step, model, ctx, &c, o.plan));
+    double planned = (double)ith_plan_total(ctx->plan) / (double)(1 << 30);
+    printf("%s %lld x %lld on %s: planned %.2f GiB; layers keep all %lld, attention %lld, input "
+           "%lld; chunk %lld; opened in %.1f s\n",
+           o.model, (long long)o.batch, (long long)o.seq, ctx->device->name, planned,
+           (long long)step->layers_keep_all, (long long)step->layers_keep_attention,
+           (long long)(hf.num_hidden_layers - step->layers_keep_all - step->layers_keep_attention),
+           (long long)step->config.chunk_rows, now_s() - t0);
+    if (o.plan)
+        return 0;
+    fill_weights(model, ctx, model->w);
+    fill_weights(model, ctx, step->master);
+    ith_micro_batch b = make_batch(&o);
+    double rate = 0, flops = ith_model_flops(model, b.cu_seqlens, b.num_docs, b.num_labels).total;
+    double *ms = ith_malloc((o.steps + 1) * (int64_t)sizeof(double));
+    ith_step_stats stats = {0};
+    if (o.profile)
+        check(ith_profile_create(&ctx->profile, &err));
+    for (int64_t i = 0; i < o.warm + o.steps; i++) {
+        if (i == o.warm && ctx->profile)
+            ith_profile_reset(ctx->profile);
+        double start = now_s();
+        ith_step_begin(step, b.weight_sum);
+        check(ith_step_micro(step, &b));
+        check(ith_step_end(step, (ith_adamw_hyper){1e-5f, 0.9f, 0.999f, 1e-8f, 0.01f, i + 1},
+                           &stats));
+        double took = 1e3 * (now_s() - start);
+        if (ctx->profile)
+            check(ith_profile_collect(ctx));
+        if (i >= o.warm)
+            ms[i - o.warm] = took;
+        if (!o.json)
+            fprintf(stderr, "step %lld: %.2f ms, loss %.4f, grad norm %.4f%s\n", (long long)i + 1,
+                    took, stats.loss, stats.grad_norm, stats.skipped ? ", SKIPPED" : "");
+    }
+    qsort(ms, (size_t)o.steps, sizeof *ms, by_value);
+    double median = ms[o.steps / 2], best = ms[0];
+    int64_t free_bytes = 0, total_bytes = 0;
+    check(ctx->device->memory(ctx->device, &free_bytes, &total_bytes, &err));
+    check(ith_measure_matmul_rate(&session, o.dtype, &rate));
+    double tok_s = (double)b.num_tokens / median * 1e3;
+    printf("median %.2f ms, best %.2f ms: %.0f tok/s, %.1f TFLOP/s, %.1f%% of the measured %.1f; "
+           "planned %.2f GiB, device in use %.2f GiB, loss %.4f\n",
+           median, best, tok_s, flops / median * 1e-9, 100 * flops / median * 1e3 / rate,
+           rate * 1e-12, planned, (double)(total_bytes - free_bytes) / (double)(1 << 30),
+           stats.loss);
+    if (ctx->profile)
+        print_profile(ctx->profile, o.steps, median);
+    if (o.json)
+        printf("{\"name\": \"ithaca\", \"model\": \"%s\", \"step_ms\": %.3f, \"tok_s\": %.1f, "
+               "\"peak_gib\": %.2f}\n",
+               o.model, median, tok_s, planned);
+    if (o.csv[0]) {
+        FILE *f = fopen(o.csv, "a");
+        if (f) {
+            fprintf(f, "step,%s,%s,%lld,%lld,%s,%.3f,%.0f,%.2f,%.3g,%.3g\n", ctx->device->name,
+                    o.model, (long long)o.batch, (long long)o.seq, o.bf16_states ? "bf16" : "fp32",
+                    median, tok_s, planned, flops / median * 1e3, rate);
+            fclose(f);
+        }
+    }
+    ith_profile_destroy(ctx->profile);
+    ctx->profile = NULL;
+    ith_step_destroy(step);
+    ith_model_destroy(model);
+    ith_session_close(&session);
+    ith_hf_config_deinit(&hf);
+    json_decref(json);
+    return 0;
+}

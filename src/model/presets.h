@@ -1,0 +1,16 @@
+/* presets.h - published Qwen3 shapes, and a few small ones, for `ithaca init`, tests and benches.
+ */
+#ifndef ITH_MODEL_PRESETS_H
+#define ITH_MODEL_PRESETS_H
+
+#include "base/json.h"
+#include "tensor/dtype.h"
+
+/* The names, separated by blanks; index i of ith_preset_config. */
+extern const char ith_preset_words[];
+int ith_preset_find(const char *name); /* -1: none */
+/* config.json of preset i. eos_token_id -1: null. Caller frees with json_decref. */
+ith_status ith_preset_config(int preset, int64_t vocab_size, int64_t eos_token_id, ith_dtype dtype,
+                             json_t **out, ith_error *err);
+
+#endif
