@@ -1,20 +1,7 @@
 /* bench_gemm.c - matrix products of a Qwen3-0.6B step beside oneDNN's on the same operands in the
- * same run: GFLOP/s of both, and the ratio. Usage: ithaca_bench_gemm [threads] [tokens] */
-#include "kernels/cpu/cpu_internal.h"
-
-#include "base/mem.h"
-
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
-
-static double seconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
+ * same run: GFLOP/s of both, and the ratio. Usage: ithaca_bench_gemm [threads] [tokens]
+ * [wall|cpu] [bf16|all]; cpu: processor time, for a busy machine */
+#include "bench_common.h"
 
 typedef struct {
     const char *name;
@@ -26,21 +13,6 @@ static const shape shapes[] = {
     {"down", 1024, 3072}, {"head/8", 151936, 1024},
 };
 
-static void *filled(int64_t n, ith_dtype dtype)
-{
-    char *p = ith_malloc_aligned(n * ith_dtype_bytes(dtype), 256);
-    if (!p)
-        exit(1);
-    for (int64_t i = 0; i < n; i++) {
-        float x = (float)((i * 7919) % 2003) / 1001.0f - 1.0f;
-        if (dtype == ITH_BF16)
-            ((uint16_t *)(void *)p)[i] = ith_f32_to_bf16(x);
-        else
-            ((float *)(void *)p)[i] = x;
-    }
-    return p;
-}
-
 /* Best of several; both sides alternate so that other load hits both. */
 static void measure(ith_ctx *ctx, const ith_cpu_gemm *g, double out[2])
 {
@@ -48,13 +20,13 @@ static void measure(ith_ctx *ctx, const ith_cpu_gemm *g, double out[2])
     ctx->scratch_bytes = ith_cpu_gemm_bytes(ctx, g);
     ctx->scratch = ith_malloc_aligned(ith_max_i64(ctx->scratch_bytes, 1), 256);
     out[0] = out[1] = 0;
-    double budget = seconds() + 1.5;
-    for (int round = 0; round < 3 || (round < 9 && seconds() < budget); round++) {
-        double t0 = seconds();
+    double budget = bench_seconds() + 1.5;
+    for (int round = 0; round < 3 || (round < 9 && bench_seconds() < budget); round++) {
+        double t0 = bench_seconds();
         ith_cpu_gemm_run(ctx, g);
-        double t1 = seconds();
+        double t1 = bench_seconds();
         bool ok = ith_onednn_gemm(g, ith_pool_threads(ctx->pool));
-        double t2 = seconds();
+        double t2 = bench_seconds();
         if (round && flop / (t1 - t0) > out[0])
             out[0] = flop / (t1 - t0);
         if (round && ok && flop / (t2 - t1) > out[1])
@@ -69,8 +41,9 @@ static void row(ith_ctx *ctx, const shape *s, int64_t tokens, ith_dtype act, dou
     static const char *const kinds[] = {"forward", "dgrad", "wgrad"};
     bool head = s->n > 100000;
     int64_t t = head ? tokens / 8 : tokens;
-    void *x = filled(t * s->k, act), *dy = filled(t * s->n, act), *w = filled(s->n * s->k, act);
-    float *dw = filled(s->n * s->k, ITH_F32);
+    void *x = bench_filled(t * s->k, act), *dy = bench_filled(t * s->n, act),
+         *w = bench_filled(s->n * s->k, act);
+    float *dw = bench_filled(s->n * s->k, ITH_F32);
     for (int kind = 0; kind < 3; kind++) {
         ith_cpu_matrix mx = {x, act, s->k, kind != 2}, mw = {w, act, s->k, kind == 0},
                        mdy = {dy, act, s->n, kind != 2};
@@ -106,11 +79,13 @@ int main(int argc, char **argv)
         fprintf(stderr, "%s\n", err.text);
         return 1;
     }
+    if (argc > 3 && strcmp(argv[3], "cpu") == 0)
+        bench_cpu_threads = ith_pool_threads(pool);
     ith_ctx ctx = ith_ctx_host(ith_backend_cpu(), pool, &err);
     printf("%s, %d threads, %lld tokens\n", ith_backend_cpu_name(), ith_pool_threads(pool),
            (long long)tokens);
     static const ith_dtype acts[] = {ITH_BF16, ITH_F32};
-    for (int a = 0; a < (argc > 3 ? 1 : 2); a++) {
+    for (int a = 0; a < (argc > 4 && strcmp(argv[4], "bf16") == 0 ? 1 : 2); a++) {
         double total[2] = {0, 0};
         for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
             row(&ctx, &shapes[i], tokens, acts[a], total);

@@ -1,0 +1,514 @@
+/* bench_cuda.c - every CUDA operator at the shapes of a model, as a share of its floor.
+ *
+ *     bench_cuda [T=16384] [DOC=4096] [only=TEXT]
+ *
+ * The floor is the larger of bytes over 4.3 TB/s and FLOP over 670 TFLOP/s (attention: its own
+ * measured rates). Bytes and FLOP come from the header formulas. Times: host clock around many
+ * calls and one wait, after warm-up; sustained, so the power cap is in them. Memory is planned as in
+ * a run: the walk counts first, then runs. */
+#include "kernels/backend.h"
+#include "kernels/cuda_plugin.h"
+
+#include "base/rng.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define BANDWIDTH 4.3e12
+#define MATRIX_RATE 670e12
+
+typedef struct {
+    const char *name;
+    int64_t hidden, inner, heads_q, heads_kv, head_dim, vocab;
+} model;
+
+static const model models[] = {
+    {"Qwen3-0.6B", 1024, 3072, 16, 8, 128, 151936},
+    {"Qwen3-4B", 2560, 9728, 32, 8, 128, 151936},
+};
+
+typedef struct {
+    ith_ctx *ctx;
+    const model *m;
+    const char *only;
+    int64_t tokens, doc;
+    const void *noise; /* host, NOISE_BYTES of bf16 */
+    double measured_ms, floor_ms;
+} bench;
+
+enum { NOISE_BYTES = 32 << 20 };
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* ---- tensors ------------------------------------------------------------------------------------- */
+
+static ith_status fill_noise(bench *b, ith_tensor t)
+{
+    int64_t bytes = ith_tensor_bytes(t);
+    for (int64_t at = 0; at < bytes; at += NOISE_BYTES)
+        ITH_TRY(b->ctx->device->upload(b->ctx->device, (char *)t.data + at, b->noise,
+                                       ith_min_i64(NOISE_BYTES, bytes - at), b->ctx->err));
+    return ITH_OK;
+}
+
+static ith_status make(bench *b, ith_dtype dtype, int64_t rows, int64_t cols, ith_tensor *out)
+{
+    ITH_TRY(ith_ctx_push(b->ctx, ITH_MEM_ACTIVATIONS, "bench", dtype, 2, rows, cols, 1, 1, out));
+    if (ith_ctx_counting(b->ctx))
+        return ITH_OK;
+    if (dtype == ITH_BF16)
+        return fill_noise(b, *out);
+    return b->ctx->device->fill(b->ctx->device, out->data, 0, ith_tensor_bytes(*out), b->ctx->err);
+}
+
+static ith_status make_ints(bench *b, const int32_t *values, int64_t n, ith_tensor *out)
+{
+    ITH_TRY(ith_ctx_push(b->ctx, ITH_MEM_ACTIVATIONS, "ints", ITH_I32, 1, n, 1, 1, 1, out));
+    if (ith_ctx_counting(b->ctx))
+        return ITH_OK;
+    ITH_TRY(b->ctx->device->upload(b->ctx->device, out->data, values, n * 4, b->ctx->err));
+    return b->ctx->device->sync(b->ctx->device, b->ctx->err);
+}
+
+static ith_tensor row(ith_tensor t)
+{
+    return ith_tensor_1d(t.data, t.dtype, ith_numel(t));
+}
+
+/* ---- timing -------------------------------------------------------------------------------------- */
+
+typedef struct {
+    ith_tensor t[12];
+    ith_seqs seqs;
+} args;
+typedef ith_status (*call)(bench *b, const args *a);
+
+/* times: how often a step does this per layer; 0: not counted in the sum. */
+static ith_status timed(bench *b, const char *name, call f, const args *a, double bytes, double flop,
+                        double rate)
+{
+    if (!strstr(name, b->only))
+        return ITH_OK;
+    if (ith_ctx_counting(b->ctx))
+        return f(b, a);
+    ith_device *d = b->ctx->device;
+    double floor_s = fmax(bytes / BANDWIDTH, flop / rate);
+    int64_t calls = (int64_t)fmin(300, fmax(5, 0.06 / fmax(floor_s, 5e-6)));
+    for (int64_t i = 0; i < 3 + calls / 4; i++)
+        ITH_TRY(f(b, a));
+    ITH_TRY(d->sync(d, b->ctx->err));
+    double start = now();
+    for (int64_t i = 0; i < calls; i++)
+        ITH_TRY(f(b, a));
+    ITH_TRY(d->sync(d, b->ctx->err));
+    double s = (now() - start) / (double)calls;
+    printf("%-10s %-22s %8.1f us  floor %8.1f us  %3.0f%%", b->m->name, name, 1e6 * s,
+           1e6 * floor_s, 100 * floor_s / s);
+    if (flop > 0)
+        printf("  %.0f TF\n", flop / s * 1e-12);
+    else
+        printf("  %.2f TB/s\n", bytes / s * 1e-12);
+    fflush(stdout);
+    b->measured_ms += 1e3 * s;
+    b->floor_ms += 1e3 * floor_s;
+    return ITH_OK;
+}
+
+/* ---- operators ------------------------------------------------------------------------------------ */
+
+static ith_status norm_fwd(bench *b, const args *a)
+{
+    return ith_rmsnorm_forward(b->ctx, a->t[0], a->t[1], a->t[2], a->t[1], a->t[3], a->t[4], 1e-6f,
+                               0);
+}
+
+static ith_status norm_bwd(bench *b, const args *a)
+{
+    return ith_rmsnorm_backward(b->ctx, a->t[0], a->t[5], a->t[1], a->t[0], a->t[3], a->t[2],
+                                a->t[4], 0);
+}
+
+static ith_status lin_fwd(bench *b, const args *a)
+{
+    return ith_linear_forward(b->ctx, a->t[0], a->t[1], a->t[2], false);
+}
+
+static ith_status lin_dx(bench *b, const args *a)
+{
+    return ith_linear_backward_input(b->ctx, a->t[1], a->t[0], a->t[2], false);
+}
+
+static ith_status lin_dw(bench *b, const args *a)
+{
+    return ith_linear_backward_weight(b->ctx, a->t[3], a->t[0], a->t[1]);
+}
+
+static ith_status rope_fwd(bench *b, const args *a)
+{
+    return ith_qk_norm_rope_forward(b->ctx, a->t[0], a->t[1], a->t[2], a->t[3], a->t[0], a->t[1],
+                                    a->t[4], a->t[5], a->t[6], a->t[7], a->t[8], 1e-6f, 0);
+}
+
+static ith_status rope_bwd(bench *b, const args *a)
+{
+    return ith_qk_norm_rope_backward(b->ctx, a->t[0], a->t[1], a->t[9], a->t[10], a->t[0], a->t[1],
+                                     a->t[0], a->t[1], a->t[2], a->t[3], a->t[4], a->t[5], a->t[6],
+                                     a->t[7], a->t[8], 0);
+}
+
+static ith_status attn_fwd(bench *b, const args *a)
+{
+    return ith_attention_forward(b->ctx, a->t[3], a->t[4], a->t[0], a->t[1], a->t[2], a->seqs,
+                                 0.088f, true);
+}
+
+static ith_status attn_bwd(bench *b, const args *a)
+{
+    return ith_attention_backward(b->ctx, a->t[6], a->t[7], a->t[8], a->t[5], a->t[0], a->t[1],
+                                  a->t[2], a->t[3], a->t[4], a->seqs, 0.088f, true);
+}
+
+static ith_status glu_fwd(bench *b, const args *a)
+{
+    return ith_swiglu_forward(b->ctx, a->t[0], a->t[1]);
+}
+
+static ith_status glu_bwd(bench *b, const args *a)
+{
+    return ith_swiglu_backward(b->ctx, a->t[2], a->t[0], a->t[3], a->t[1]);
+}
+
+static ith_status loss(bench *b, const args *a)
+{
+    return ith_cross_entropy(b->ctx, a->t[1], a->t[0], a->t[2], a->t[3], true);
+}
+
+static ith_status embed_fwd(bench *b, const args *a)
+{
+    return ith_embedding_forward(b->ctx, a->t[0], a->t[1], a->t[2]);
+}
+
+static ith_status embed_bwd(bench *b, const args *a)
+{
+    return ith_embedding_backward(b->ctx, a->t[3], a->t[0], a->t[1]);
+}
+
+static ith_status add_op(bench *b, const args *a)
+{
+    return ith_add(b->ctx, a->t[0], a->t[0], a->t[1]);
+}
+
+static ith_status adam(bench *b, const args *a)
+{
+    ith_adamw_hyper h = {1e-5f, 0.9f, 0.95f, 1e-8f, 0.1f, 10};
+    return ith_adamw(b->ctx, a->t[0], a->t[1], a->t[2], a->t[3], a->t[4], a->t[5], h, 1, 0, false);
+}
+
+static ith_status sumsq(bench *b, const args *a)
+{
+    return ith_sumsq_accumulate(b->ctx, a->t[6], a->t[4]);
+}
+
+/* ---- the walk ------------------------------------------------------------------------------------- */
+
+static ith_status walk_linear(bench *b, const char *name, int64_t rows, int64_t n, int64_t k)
+{
+    args a = {0};
+    char text[64];
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    ITH_TRY(make(b, ITH_BF16, rows, n, &a.t[0]));
+    ITH_TRY(make(b, ITH_BF16, rows, k, &a.t[1]));
+    ITH_TRY(make(b, ITH_BF16, n, k, &a.t[2]));
+    ITH_TRY(make(b, ITH_F32, n, k, &a.t[3]));
+    double flop = 2.0 * (double)rows * (double)n * (double)k;
+    static const call calls[] = {lin_fwd, lin_dx, lin_dw};
+    static const char *const parts[] = {"forward", "dx", "dw"};
+    for (int i = 0; i < 3; i++) {
+        snprintf(text, sizeof text, "%s %s", name, parts[i]);
+        ITH_TRY(timed(b, text, calls[i], &a, 0, flop, MATRIX_RATE));
+    }
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+static ith_status walk_norm(bench *b)
+{
+    const model *m = b->m;
+    args a = {0};
+    double row_bytes = (double)(b->tokens * m->hidden * 2);
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    for (int i = 0; i < 4; i++)
+        ITH_TRY(make(b, i == 2 ? ITH_F32 : ITH_BF16, b->tokens, i == 2 ? 1 : m->hidden, &a.t[i]));
+    ITH_TRY(make(b, ITH_BF16, 1, m->hidden, &a.t[4]));
+    ITH_TRY(make(b, ITH_F32, 1, m->hidden, &a.t[5]));
+    a.t[2] = row(a.t[2]);
+    a.t[4] = row(a.t[4]);
+    a.t[5] = row(a.t[5]);
+    ITH_TRY(timed(b, "add+rmsnorm forward", norm_fwd, &a, 4 * row_bytes, 0, 1));
+    ITH_TRY(timed(b, "rmsnorm backward+add", norm_bwd, &a, 4 * row_bytes, 0, 1));
+    ITH_TRY(timed(b, "add", add_op, &a, 3 * row_bytes, 0, 1));
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+static ith_status walk_swiglu(bench *b)
+{
+    args a = {0};
+    double bytes = (double)(b->tokens * b->m->inner * 2);
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    ITH_TRY(make(b, ITH_BF16, b->tokens, b->m->inner, &a.t[0]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, 2 * b->m->inner, &a.t[1]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, 2 * b->m->inner, &a.t[2]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, b->m->inner, &a.t[3]));
+    ITH_TRY(timed(b, "swiglu forward", glu_fwd, &a, 3 * bytes, 0, 1));
+    ITH_TRY(timed(b, "swiglu backward+h", glu_bwd, &a, 6 * bytes, 0, 1));
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+/* Documents of equal length, or (uneven) 7 rows moved from the second to the first. */
+static ith_status walk_attention(bench *b, bool uneven)
+{
+    const model *m = b->m;
+    args a = {0};
+    static int32_t cu[1025], positions[1 << 20];
+    int64_t docs = ith_max_i64(b->tokens / b->doc, 1), dim = m->head_dim;
+    double pairs = 0, attn = 0;
+    for (int64_t i = 0; i <= docs; i++)
+        cu[i] = (int32_t)(i * b->tokens / docs + (uneven && i == 1 && docs > 1 ? 7 : 0));
+    for (int64_t i = 0; i < docs; i++)
+        pairs += 0.5 * (double)(cu[i + 1] - cu[i]) * (double)(cu[i + 1] - cu[i]);
+    for (int64_t t = 0; t < b->tokens; t++)
+        positions[t] = (int32_t)(t % b->doc);
+    attn = 4.0 * (double)(dim * m->heads_q) * pairs;
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    int64_t q_cols = m->heads_q * dim, kv_cols = m->heads_kv * dim, all = q_cols + 2 * kv_cols;
+    ith_tensor qkv, dqkv, o, do_, lse, docs_at;
+    ITH_TRY(make(b, ITH_BF16, b->tokens, all, &qkv));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, all, &dqkv));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, q_cols, &o));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, q_cols, &do_));
+    ITH_TRY(make(b, ITH_F32, b->tokens, m->heads_q, &lse));
+    ITH_TRY(make_ints(b, cu, docs + 1, &docs_at));
+    a.t[0] = ith_split_heads(ith_col_range(qkv, 0, q_cols), m->heads_q);
+    a.t[1] = ith_split_heads(ith_col_range(qkv, q_cols, q_cols + kv_cols), m->heads_kv);
+    a.t[2] = ith_split_heads(ith_col_range(qkv, q_cols + kv_cols, all), m->heads_kv);
+    a.t[3] = ith_split_heads(o, m->heads_q);
+    a.t[4] = lse;
+    a.t[5] = ith_split_heads(do_, m->heads_q);
+    a.t[6] = ith_split_heads(ith_col_range(dqkv, 0, q_cols), m->heads_q);
+    a.t[7] = ith_split_heads(ith_col_range(dqkv, q_cols, q_cols + kv_cols), m->heads_kv);
+    a.t[8] = ith_split_heads(ith_col_range(dqkv, q_cols + kv_cols, all), m->heads_kv);
+    a.seqs = (ith_seqs){docs_at, cu, docs, b->doc + (uneven ? 7 : 0)};
+    ITH_TRY(timed(b, uneven ? "attention packed fwd" : "attention batch fwd", attn_fwd, &a, 0, attn,
+                  582e12));
+    ITH_TRY(timed(b, uneven ? "attention packed bwd" : "attention batch bwd", attn_bwd, &a, 0,
+                  2.5 * attn, 437e12));
+    if (!uneven) {
+        args r = {0};
+        double bytes = (double)(b->tokens * (q_cols + kv_cols) * 2);
+        ITH_TRY(make(b, ITH_F32, b->tokens, m->heads_q, &r.t[2]));
+        ITH_TRY(make(b, ITH_F32, b->tokens, m->heads_kv, &r.t[3]));
+        for (int i = 4; i < 6; i++) {
+            ITH_TRY(make(b, ITH_BF16, 1, dim, &r.t[i]));
+            r.t[i] = row(r.t[i]);
+        }
+        ITH_TRY(make(b, ITH_BF16, b->doc, dim / 2, &r.t[6]));
+        ITH_TRY(make(b, ITH_BF16, b->doc, dim / 2, &r.t[7]));
+        ITH_TRY(make_ints(b, positions, b->tokens, &r.t[8]));
+        for (int i = 9; i < 11; i++) {
+            ITH_TRY(make(b, ITH_F32, 1, dim, &r.t[i]));
+            r.t[i] = row(r.t[i]);
+        }
+        r.t[0] = a.t[0];
+        r.t[1] = a.t[1];
+        ITH_TRY(timed(b, "qk norm+rope forward", rope_fwd, &r, 2 * bytes, 0, 1));
+        ITH_TRY(timed(b, "qk norm+rope backward", rope_bwd, &r, 2 * bytes, 0, 1));
+    }
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+static ith_status walk_head(bench *b)
+{
+    const model *m = b->m;
+    args a = {0};
+    static int32_t ids[1 << 20];
+    int64_t rows = ith_min_i64(2048, b->tokens);
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    for (int64_t t = 0; t < b->tokens; t++) /* a tenth is one id, as padding and commas are */
+        ids[t] = (int32_t)(t % 10 ? ith_rng_below(7, 1, (uint64_t)t, m->vocab) : 11);
+    ITH_TRY(make(b, ITH_BF16, rows, m->vocab, &a.t[0]));
+    ITH_TRY(make(b, ITH_F32, rows, 1, &a.t[1]));
+    ITH_TRY(make_ints(b, ids, rows, &a.t[2]));
+    ITH_TRY(make(b, ITH_F32, rows, 1, &a.t[3]));
+    a.t[1] = row(a.t[1]);
+    a.t[3] = row(a.t[3]);
+    ITH_TRY(timed(b, "cross entropy 2048", loss, &a, 3.0 * (double)(rows * m->vocab * 2), 0, 1));
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    ITH_TRY(walk_linear(b, "head 2048", rows, m->vocab, m->hidden));
+    args e = {0};
+    double bytes = (double)(b->tokens * m->hidden);
+    ITH_TRY(make(b, ITH_BF16, b->tokens, m->hidden, &e.t[0]));
+    ITH_TRY(make_ints(b, ids, b->tokens, &e.t[1]));
+    ITH_TRY(make(b, ITH_BF16, m->vocab, m->hidden, &e.t[2]));
+    ITH_TRY(make(b, ITH_F32, m->vocab, m->hidden, &e.t[3]));
+    ITH_TRY(timed(b, "embedding forward", embed_fwd, &e, 4 * bytes, 0, 1));
+    ITH_TRY(timed(b, "embedding backward", embed_bwd, &e, 10 * bytes, 0, 1));
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+static ith_status walk_adamw(bench *b)
+{
+    args a = {0};
+    int64_t n = 200 << 20;
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    ITH_TRY(make(b, ITH_BF16, 1, n, &a.t[0]));
+    for (int i = 1; i < 5; i++)
+        ITH_TRY(make(b, ITH_F32, 1, n, &a.t[i]));
+    ITH_TRY(make(b, ITH_F32, 1, 1, &a.t[5]));
+    ITH_TRY(make(b, ITH_F64, 1, 1, &a.t[6]));
+    for (int i = 0; i < 7; i++)
+        a.t[i] = row(a.t[i]);
+    ITH_TRY(timed(b, "adamw fp32 200Mi", adam, &a, 30.0 * (double)n, 0, 1));
+    ITH_TRY(timed(b, "sumsq 200Mi", sumsq, &a, 4.0 * (double)n, 0, 1));
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+/* ---- experts: 128 of 768, 8 per token, hidden 2048 (Qwen3-30B-A3B) --------------------------------- */
+
+static ith_status moe_fwd(bench *b, const args *a)
+{
+    return ith_grouped_linear_forward(b->ctx, a->t[0], a->t[1], a->t[2], a->t[4]);
+}
+
+static ith_status moe_dx(bench *b, const args *a)
+{
+    return ith_grouped_linear_backward_input(b->ctx, a->t[1], a->t[0], a->t[2], a->t[4]);
+}
+
+static ith_status moe_dw(bench *b, const args *a)
+{
+    return ith_grouped_linear_backward_weight(b->ctx, a->t[3], a->t[0], a->t[1], a->t[4]);
+}
+
+static ith_status moe_route(bench *b, const args *a)
+{
+    return ith_router_forward(b->ctx, a->t[5], a->t[6], a->t[7], a->t[8], true);
+}
+
+static ith_status moe_sort(bench *b, const args *a)
+{
+    return ith_expert_sort(b->ctx, a->t[4], a->t[9], a->t[10], a->t[6]);
+}
+
+static ith_status moe_combine(bench *b, const args *a)
+{
+    return ith_expert_combine(b->ctx, a->t[11], ith_tensor_none(), a->t[1], a->t[5], a->t[10]);
+}
+
+static ith_status walk_experts(bench *b)
+{
+    enum { EXPERTS = 128, SLOTS = 8, HIDDEN = 2048, INNER = 2 * 768 };
+    args a = {0};
+    static int32_t zeros[1 << 20];
+    int64_t s = b->tokens * SLOTS;
+    double flop = 2.0 * (double)s * HIDDEN * INNER;
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    ITH_TRY(make(b, ITH_BF16, s, INNER, &a.t[0]));
+    ITH_TRY(make(b, ITH_BF16, s, HIDDEN, &a.t[1]));
+    ITH_TRY(make(b, ITH_BF16, EXPERTS * INNER, HIDDEN, &a.t[2]));
+    ITH_TRY(make(b, ITH_F32, EXPERTS * INNER, HIDDEN, &a.t[3]));
+    a.t[2] = ith_tensor_3d(a.t[2].data, ITH_BF16, EXPERTS, INNER, HIDDEN);
+    a.t[3] = ith_tensor_3d(a.t[3].data, ITH_F32, EXPERTS, INNER, HIDDEN);
+    ITH_TRY(make_ints(b, zeros, EXPERTS + 1, &a.t[4]));
+    ITH_TRY(make(b, ITH_F32, b->tokens, SLOTS, &a.t[5]));
+    ITH_TRY(make_ints(b, zeros, s, &a.t[6]));
+    ITH_TRY(make(b, ITH_F32, b->tokens, EXPERTS, &a.t[7]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, EXPERTS, &a.t[8]));
+    ITH_TRY(make_ints(b, zeros, s, &a.t[9]));
+    ITH_TRY(make_ints(b, zeros, s, &a.t[10]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, HIDDEN, &a.t[11]));
+    a.t[6] = ith_tensor_2d(a.t[6].data, ITH_I32, b->tokens, SLOTS);
+    a.t[10] = ith_tensor_2d(a.t[10].data, ITH_I32, b->tokens, SLOTS);
+    double token = (double)b->tokens;
+    ITH_TRY(timed(b, "router", moe_route, &a, token * (EXPERTS * 6 + SLOTS * 8), 0, 1));
+    ITH_TRY(timed(b, "expert sort", moe_sort, &a, token * SLOTS * 12, 0, 1));
+    ITH_TRY(timed(b, "expert gate_up forward", moe_fwd, &a, 0, flop, MATRIX_RATE));
+    ITH_TRY(timed(b, "expert gate_up dx", moe_dx, &a, 0, flop, MATRIX_RATE));
+    ITH_TRY(timed(b, "expert gate_up dw", moe_dw, &a, 0, flop, MATRIX_RATE));
+    ITH_TRY(timed(b, "expert combine", moe_combine, &a, token * HIDDEN * 2 * (SLOTS + 1), 0, 1));
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+static ith_status walk(bench *b)
+{
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        const model *m = b->m = &models[i];
+        int64_t q_cols = m->heads_q * m->head_dim, kv_cols = m->heads_kv * m->head_dim;
+        ITH_TRY(walk_norm(b));
+        ITH_TRY(walk_linear(b, "qkv", b->tokens, q_cols + 2 * kv_cols, m->hidden));
+        ITH_TRY(walk_attention(b, false));
+        ITH_TRY(walk_attention(b, true));
+        ITH_TRY(walk_linear(b, "o", b->tokens, m->hidden, q_cols));
+        ITH_TRY(walk_linear(b, "gate_up", b->tokens, 2 * m->inner, m->hidden));
+        ITH_TRY(walk_swiglu(b));
+        ITH_TRY(walk_linear(b, "down", b->tokens, m->hidden, m->inner));
+        ITH_TRY(walk_head(b));
+    }
+    ITH_TRY(walk_adamw(b));
+    return walk_experts(b);
+}
+
+static ith_status run(bench *b)
+{
+    ITH_TRY(ith_plan_create(&b->ctx->plan, b->ctx->device, b->ctx->err));
+    ITH_TRY(walk(b));
+    ITH_TRY(ith_plan_commit(b->ctx->plan, b->ctx->err));
+    ITH_TRY(walk(b));
+    printf("sum of calls %.2f ms, of floors %.2f ms: %.0f%%\n", b->measured_ms, b->floor_ms,
+           100 * b->floor_ms / b->measured_ms);
+    return ITH_OK;
+}
+
+int main(int argc, char **argv)
+{
+    static ith_error err;
+    ith_ctx ctx = {.err = &err};
+    bench b = {.ctx = &ctx, .only = "", .tokens = 16384, .doc = 4096};
+    for (int i = 1; i < argc; i++) {
+        if (strncmp(argv[i], "T=", 2) == 0)
+            b.tokens = ith_min_i64(strtoll(argv[i] + 2, NULL, 10), 1 << 20);
+        else if (strncmp(argv[i], "DOC=", 4) == 0)
+            b.doc = strtoll(argv[i] + 4, NULL, 10);
+        else if (strncmp(argv[i], "only=", 5) == 0)
+            b.only = argv[i] + 5;
+    }
+    uint16_t *noise = malloc(NOISE_BYTES);
+    for (int64_t i = 0; noise && i < NOISE_BYTES / 2; i++) {
+        uint64_t r = ith_rng_u64(1, 2, (uint64_t)i); /* a sum of four uniforms is near normal */
+        float x = (float)((r & 0xffff) + (r >> 16 & 0xffff) + (r >> 32 & 0xffff) + (r >> 48));
+        noise[i] = ith_f32_to_bf16((x / 65536.0f - 2.0f) * 0.3f);
+    }
+    b.noise = noise;
+    ith_status status = noise ? ith_ctx_open_cuda(&ctx, 0, false) : ITH_ERR_MEMORY;
+    if (status == ITH_OK)
+        status = run(&b);
+    if (status != ITH_OK)
+        fprintf(stderr, "error: %s\n", err.text);
+    ith_plan_destroy(ctx.plan);
+    ith_ctx_close_cuda(&ctx);
+    free(noise);
+    return status == ITH_OK ? 0 : 1;
+}
