@@ -25,6 +25,20 @@ static void set_alloc_funcs(void)
     json_set_alloc_funcs(json_alloc, ith_free);
 }
 
+/* jansson drops some raw NUL bytes between tokens: no JSON text holds any. */
+static ith_status refuse_nul(const char *text, int64_t len, const char *name, ith_error *err)
+{
+    const char *nul = len > 0 ? memchr(text, '\0', (size_t)len) : NULL;
+    if (!nul)
+        return ITH_OK;
+    int line = 1, column = 1;
+    for (const char *p = text; p < nul; p++) {
+        column = *p == '\n' ? 1 : column + 1;
+        line += *p == '\n';
+    }
+    return ith_fail(err, ITH_ERR_FORMAT, "%s:%d:%d: a NUL byte is not JSON", name, line, column);
+}
+
 static ith_status parse(json_t **out, const char *text, int64_t len, const char *name, size_t flags,
                         ith_error *err)
 {
@@ -34,6 +48,7 @@ static ith_status parse(json_t **out, const char *text, int64_t len, const char 
         text += 3;
         len -= 3;
     }
+    ITH_TRY(refuse_nul(text, len, name, err));
     json_error_t json_err;
     flags |= JSON_DECODE_ANY | JSON_ALLOW_NUL;
     json_t *value = json_loadb(text ? text : "", (size_t)len, flags, &json_err);
