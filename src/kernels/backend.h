@@ -61,6 +61,8 @@ struct ith_backend {
            bool norm_topk);
     ITH_OP(router_backward, ith_t_ dlogits, ith_t_ dtopk_w, ith_t_ topk_w, ith_t_ topk_idx,
            ith_t_ probs, ith_t_ expert_fraction, float aux_scale, bool norm_topk);
+    ITH_OP(expert_load, ith_t_ fraction, ith_t_ mean_prob, ith_t_ offsets, ith_t_ probs,
+           float scale);
     ITH_OP(expert_sort, ith_t_ offsets, ith_t_ source, ith_t_ row_of, ith_t_ topk_idx);
     ITH_OP(grouped_linear_forward, ith_t_ y, ith_t_ x, ith_t_ w, ith_t_ offsets);
     ITH_OP(grouped_linear_backward_input, ith_t_ dx, ith_t_ dy, ith_t_ w, ith_t_ offsets);

@@ -358,6 +358,15 @@ ith_status ith_router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor dtop
         norm_topk);
 }
 
+ith_status ith_expert_load(ith_ctx *ctx, ith_tensor fraction, ith_tensor mean_prob,
+                           ith_tensor offsets, ith_tensor probs, float scale)
+{
+    ITH_ASSERT(probs.ndim == 2 && is(fraction, 1, probs.shape[1], 0, 0) &&
+               is(mean_prob, 1, probs.shape[1], 0, 0));
+    ITH_ASSERT(offsets.dtype == ITH_I32 && is(offsets, 1, probs.shape[1] + 1, 0, 0));
+    RUN(expert_load, fraction, mean_prob, offsets, probs, scale);
+}
+
 ith_status ith_expert_sort(ith_ctx *ctx, ith_tensor offsets, ith_tensor source, ith_tensor row_of,
                            ith_tensor topk_idx)
 {

@@ -150,6 +150,12 @@ ith_status ith_router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_i
 ith_status ith_router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor dtopk_w,
                                ith_tensor topk_w, ith_tensor topk_idx, ith_tensor probs,
                                ith_tensor expert_fraction, float aux_scale, bool norm_topk);
+/* fraction[e] += scale * (offsets[e+1] - offsets[e]);  mean_prob[e] += scale * sum_t probs[t,e],
+ * fixed order: the two vectors of the load balancing loss E * sum_e fraction[e]*mean_prob[e]
+ * (spec 8.10) when scale = 1/N, N = rows of all MoE layers.      fraction, mean_prob: [E] f32
+ * offsets: [E+1] I32   probs: [T,E] f32 */
+ith_status ith_expert_load(ith_ctx *ctx, ith_tensor fraction, ith_tensor mean_prob,
+                           ith_tensor offsets, ith_tensor probs, float scale);
 /* Sorts the T*k (token, slot) pairs by expert, stable.  offsets: [E+1] I32, expert e owns rows
  * [offsets[e], offsets[e+1]); source: [S] I32, token of a row;  row_of: [T,k] I32, row of a (token,
  * slot). No host round trip. */

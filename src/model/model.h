@@ -65,6 +65,8 @@ typedef struct {
     int64_t num_rows;        /* M: rows with a label */
     ith_tensor rows, labels; /* [M] I32: row, and its target (already shifted) */
     ith_tensor seeds; /* [M] f32: weight / C, C = sum of weights over the whole optimizer step */
+    float share; /* sum of the seeds: this micro-batch's part of the step; scales the balancing loss
+                  */
 } ith_batch;
 
 /* Keys and values of past tokens, for generation. */
@@ -112,7 +114,12 @@ struct ith_model {
     ith_tensor rope_cos, rope_sin; /* [max_positions, rd/2] act */
 
     /* a walk */
-    ith_keep *keep;           /* [L] */
+    ith_keep *keep; /* [L] */
+    /* Load balancing loss of experts, coef * E * sum_e fraction[e]*mean_prob[e] over the rows of
+     * all MoE layers; coef 0: off. Its gradient goes into the routers scaled by batch.share. */
+    float aux_coef;
+    ith_tensor expert_fraction,
+        expert_mean_prob;     /* [E] f32 of the running micro-batch; absent when off */
     int64_t mlp_tile;         /* rows of a dense MLP at a time; 0: all */
     ith_layer_acts *acts;     /* [L] */
     ith_tensor stream, delta; /* [T,D] buffers */

@@ -235,8 +235,16 @@ static ith_status push_experts(ith_model *m, ith_ctx *ctx, ith_mem_class where, 
     return push(ctx, where, "experts output", m->dtype, s, c->hidden_size, &a->expert_out);
 }
 
+static int64_t num_moe_layers(const ith_hf_config *c)
+{
+    int64_t n = 0;
+    for (int64_t l = 0; l < c->num_hidden_layers; l++)
+        n += c->layer_is_moe[l];
+    return n;
+}
+
 /* Everything of an expert layer from n2: routing, gate_up, expert_out. */
-static ith_status experts_forward(ith_model *m, ith_ctx *ctx, int64_t l, T n2)
+static ith_status experts_forward(ith_model *m, ith_ctx *ctx, int64_t l, T n2, bool count_load)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
@@ -247,6 +255,9 @@ static ith_status experts_forward(ith_model *m, ith_ctx *ctx, int64_t l, T n2)
     ITH_TRY(ith_linear_forward(ctx, logits, n2, ith_layer_param(m, l, ITH_P_ROUTER)->w, false));
     ITH_TRY(ith_router_forward(ctx, a->topk_w, a->topk_idx, a->probs, logits, c->norm_topk_prob));
     ITH_TRY(ith_expert_sort(ctx, a->offsets, a->source, a->row_of, a->topk_idx));
+    if (count_load)
+        ITH_TRY(ith_expert_load(ctx, m->expert_fraction, m->expert_mean_prob, a->offsets, a->probs,
+                                1.0f / (float)(num_moe_layers(c) * t)));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "experts input", m->dtype, s, c->hidden_size, &xs));
     ITH_TRY(ith_gather_rows(ctx, xs, n2, a->source));
     ITH_TRY(ith_grouped_linear_forward(ctx, a->gate_up, xs, ith_layer_param(m, l, ITH_P_GATE_UP)->w,
@@ -260,7 +271,8 @@ static ith_status experts_forward(ith_model *m, ith_ctx *ctx, int64_t l, T n2)
 }
 
 /* dn2 = gradient of the expert layer's input; dy = gradient of its output. */
-static ith_status experts_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dn2, T dy, T n2)
+static ith_status experts_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dn2, T dy, T n2,
+                                   float share)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
@@ -286,8 +298,9 @@ static ith_status experts_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dn2,
                                               a->offsets)); /* xs is its gradient now */
     ITH_TRY(ith_expert_combine(ctx, dn2, none, xs, none, a->row_of));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
-    ITH_TRY(ith_router_backward(ctx, dlogits, dtopk, a->topk_w, a->topk_idx, a->probs, none, 0.0f,
-                                c->norm_topk_prob));
+    float aux_scale = m->aux_coef * share * (float)c->num_experts / (float)(num_moe_layers(c) * t);
+    ITH_TRY(ith_router_backward(ctx, dlogits, dtopk, a->topk_w, a->topk_idx, a->probs,
+                                m->expert_fraction, aux_scale, c->norm_topk_prob));
     ITH_TRY(ith_linear_backward_weight(ctx, router->grad, dlogits, n2));
     ITH_TRY(ith_linear_backward_input(ctx, dn2, dlogits, router->w, true));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
@@ -329,7 +342,7 @@ static ith_status mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, in
         if (moe) {
             if (!a->gate_up.ndim)
                 ITH_TRY(push_experts(m, ctx, ITH_MEM_WORKSPACE, a, t));
-            ITH_TRY(experts_forward(m, ctx, l, n2));
+            ITH_TRY(experts_forward(m, ctx, l, n2, m->expert_fraction.ndim != 0));
             ITH_TRY(ith_expert_combine(ctx, delta, ith_tensor_none(), a->expert_out, a->topk_w,
                                        a->row_of));
         } else {
@@ -438,11 +451,27 @@ static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b)
     return ith_zero(ctx, m->delta);
 }
 
+/* The vectors of the balancing loss, when it is on. */
+static ith_status open_balance(ith_model *m, ith_ctx *ctx, bool training)
+{
+    m->expert_fraction = m->expert_mean_prob = ith_tensor_none();
+    if (!training || m->aux_coef == 0.0f || num_moe_layers(m->config) == 0)
+        return ITH_OK;
+    int64_t e = m->config->num_experts;
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "router", ITH_F32, 1, e, 1, 1, 1,
+                         &m->expert_fraction));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "router", ITH_F32, 1, e, 1, 1, 1,
+                         &m->expert_mean_prob));
+    ITH_TRY(ith_zero(ctx, m->expert_fraction));
+    return ith_zero(ctx, m->expert_mean_prob);
+}
+
 static ith_status qwen3_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training,
                                 T hidden)
 {
     const ith_hf_config *c = m->config;
     ITH_TRY(open_stream(m, ctx, b));
+    ITH_TRY(open_balance(m, ctx, training));
     for (int64_t l = 0; l < c->num_hidden_layers; l++)
         ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
     return ith_add(ctx, hidden, m->residual, m->delta);
@@ -516,9 +545,9 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
         if (moe) {
             if (!a->gate_up.ndim) {
                 ITH_TRY(push_experts(m, ctx, ITH_MEM_WORKSPACE, a, t));
-                ITH_TRY(experts_forward(m, ctx, l, n2));
+                ITH_TRY(experts_forward(m, ctx, l, n2, false));
             }
-            ITH_TRY(experts_backward(m, ctx, l, dn2, dy, n2));
+            ITH_TRY(experts_backward(m, ctx, l, dn2, dy, n2, b->share));
         } else {
             T gate_up = saved_gate_up;
             if (gate_up.ndim) {
@@ -657,6 +686,7 @@ static ith_status qwen3_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
 {
     const ith_hf_config *c = m->config;
     ITH_TRY(open_stream(m, ctx, b));
+    ITH_TRY(open_balance(m, ctx, false));
     for (int64_t l = 0; l < c->num_hidden_layers; l++)
         ITH_WRAP(layer_decode(m, ctx, b, l, cache, rows, prefill), ctx->err, "layer %lld",
                  (long long)l);

@@ -50,6 +50,7 @@ static ith_status place_all(ith_step *s)
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, c->max_labels, &s->seeds));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, c->max_labels, &s->row_loss));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->loss_sum));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->balance_sum));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->sumsq));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F32, 1, &s->norm));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F32, 1, &s->scale));
@@ -63,6 +64,7 @@ static ith_status place_all(ith_step *s)
     ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", c->max_labels * 4, &host,
                           ctx->err));
     s->host_seeds = host;
+    ITH_TRY(ith_zero(ctx, s->balance_sum));
     return ith_zero(ctx, s->loss_sum);
 }
 
@@ -81,6 +83,8 @@ static ith_status walk_micro(ith_step *s, bool training)
     ITH_TRY(m->family->forward(m, ctx, &s->batch, training, hidden));
     ITH_TRY(ith_chunk_loss(m, ctx, &s->batch, s->config.chunk_rows, dhidden, s->loss_sum,
                            s->row_loss, hidden));
+    if (m->expert_fraction.ndim)
+        ITH_TRY(ith_dot_accumulate(ctx, s->balance_sum, m->expert_fraction, m->expert_mean_prob));
     if (training)
         ITH_TRY(m->family->backward(m, ctx, &s->batch, dhidden));
     ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, mark);
@@ -228,6 +232,7 @@ void ith_step_destroy(ith_step *step)
 void ith_step_begin(ith_step *step, double weight_sum)
 {
     step->weight_sum = weight_sum;
+    step->num_micro = 0;
 }
 
 /* Labelled rows with their seeds into the staging buffers; returns how many. */
@@ -255,6 +260,7 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
     for (int64_t i = 0; i < b->num_docs; i++)
         max_len = ith_max_i64(max_len, b->cu_seqlens[i + 1] - b->cu_seqlens[i]);
     bind_batch(s, b->num_tokens, b->num_docs, rows, max_len, b->cu_seqlens);
+    s->batch.share = (float)(b->weight_sum / weight_sum);
     ITH_TRY(d->upload(d, s->ids.data, b->ids, b->num_tokens * 4, err));
     ITH_TRY(d->upload(d, s->position_ids.data, b->position_ids, b->num_tokens * 4, err));
     ITH_TRY(d->upload(d, s->cu_seqlens.data, b->cu_seqlens, (b->num_docs + 1) * 4, err));
@@ -268,6 +274,7 @@ ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch)
     ITH_ASSERT(step->config.training);
     if (batch->num_tokens == 0)
         return ITH_OK;
+    step->num_micro++;
     ITH_TRY(upload(step, batch, step->weight_sum > 0 ? step->weight_sum : 1.0));
     return walk_micro(step, true);
 }
@@ -277,16 +284,21 @@ ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *o
     ith_ctx *ctx = step->ctx;
     ith_device *d = ctx->device;
     float norm = 0, scale = 0;
-    double loss = 0;
+    double loss = 0, balance = 0;
     ITH_TRY(update(step, hyper));
     ITH_TRY(d->download(d, &norm, step->norm.data, sizeof norm, ctx->err));
     ITH_TRY(d->download(d, &scale, step->scale.data, sizeof scale, ctx->err));
     ITH_TRY(d->download(d, &loss, step->loss_sum.data, sizeof loss, ctx->err));
+    ITH_TRY(d->download(d, &balance, step->balance_sum.data, sizeof balance, ctx->err));
     ITH_TRY(d->sync(d, ctx->err));
     ITH_TRY(ith_zero(ctx, step->loss_sum));
+    ITH_TRY(ith_zero(ctx, step->balance_sum));
     if (scale < 0) /* nothing was updated; the bad gradients must not stay */
         ITH_TRY(ith_zero(ctx, step->model->grad));
-    *out = (ith_step_stats){loss, (double)norm, scale < 0};
+    double micros = (double)ith_max_i64(step->num_micro, 1),
+           experts = (double)step->model->config->num_experts;
+    *out = (ith_step_stats){loss, (double)norm,
+                            (double)step->model->aux_coef * experts * balance / micros, scale < 0};
     return ITH_OK;
 }
 

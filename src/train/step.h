@@ -33,6 +33,8 @@ typedef struct {
 typedef struct {
     double loss;      /* sum of weight * cross entropy / C over the step */
     double grad_norm; /* before clipping */
+    double aux_loss;  /* load balancing loss times its coefficient, mean over the micro-batches; not
+                         in loss */
     bool skipped;     /* non-finite gradients: nothing was updated */
 } ith_step_stats;
 
@@ -47,11 +49,12 @@ typedef struct ith_step {
     /* device: batch, accumulators */
     ith_batch batch;
     ith_tensor ids, position_ids, cu_seqlens, rows, labels, seeds, row_loss;
-    ith_tensor loss_sum, sumsq, norm, scale;
+    ith_tensor loss_sum, balance_sum, sumsq, norm, scale;
     /* host staging */
     int32_t *host_rows, *host_labels;
     float *host_seeds;
     double weight_sum; /* C of the running step */
+    int64_t num_micro; /* micro-batches of it so far */
 } ith_step;
 
 /* Plans (ctx->plan must be counting), commits, places. After it the ctx allocates nothing. With

@@ -102,11 +102,15 @@ static ith_step_config step_config(const ith_trainer *t)
 static ith_status open_step(ith_trainer *t, bool plan_only, ith_error *err)
 {
     _Static_assert(ITH_RECOMPUTE_ATTENTION - ITH_RECOMPUTE_NONE == ITH_KEEP_ATTENTION &&
-                      ITH_RECOMPUTE_FULL - ITH_RECOMPUTE_NONE == ITH_KEEP_INPUT,
-                  "recompute names what keep does not");
+                       ITH_RECOMPUTE_FULL - ITH_RECOMPUTE_NONE == ITH_KEEP_INPUT,
+                   "recompute names what keep does not");
     ith_dtype dtype = ith_config_param_dtype(t->config) == ITH_DTYPE_F32 ? ITH_F32 : ITH_BF16;
     ith_step_config s = step_config(t);
     ITH_TRY(ith_model_create(&t->model, &t->hf, dtype, s.max_doc_tokens, err));
+    t->model->aux_coef = (float)(ith_config_is_set(t->config, "router_aux_loss_coef")
+                                     ? t->config->router_aux_loss_coef
+                                 : t->hf.output_router_logits ? t->hf.router_aux_loss_coef
+                                                              : 0.0);
     t->session.ctx.deterministic = t->config->full_determinism;
     return ith_step_create(&t->step, t->model, &t->session.ctx, &s, plan_only);
 }

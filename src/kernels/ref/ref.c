@@ -70,6 +70,10 @@ PICK_RUN(router_forward, logits,
          (ith_ctx * ctx, ith_t_ topk_w, ith_t_ topk_idx, ith_t_ probs, ith_t_ logits,
           bool norm_topk),
          (ctx, topk_w, topk_idx, probs, logits, norm_topk))
+PICK_RUN(expert_load, probs,
+         (ith_ctx * ctx, ith_t_ fraction, ith_t_ mean_prob, ith_t_ offsets, ith_t_ probs,
+          float scale),
+         (ctx, fraction, mean_prob, offsets, probs, scale))
 PICK_RUN(router_backward, dlogits,
          (ith_ctx * ctx, ith_t_ dlogits, ith_t_ dtopk_w, ith_t_ topk_w, ith_t_ topk_idx,
           ith_t_ probs, ith_t_ expert_fraction, float aux_scale, bool norm_topk),
@@ -226,6 +230,7 @@ const ith_backend *ith_backend_ref(void)
         .dot_accumulate = {dot_accumulate, NULL},
         .router_forward = {router_forward, NULL},
         .router_backward = {router_backward, NULL},
+        .expert_load = {expert_load, NULL},
         .expert_sort = {expert_sort, NULL},
         .grouped_linear_forward = {grouped_linear_forward, NULL},
         .grouped_linear_backward_input = {grouped_linear_backward_input, NULL},
