@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# The demo behind `make demo`: builds the program, makes a small model, fine-tunes it on demo/data, and lets it
+# answer. It fails when an answer differs from the data. Everything it makes lies in the build folder.
+#   BUILD, JOBS, CMAKE_ARGS   as the Makefile sets them
+#   ITHACA=PROGRAM            uses a built program instead of building one
+#   DEMO_ARGS="key=value .."  changes keys of demo/train.yaml
+set -euo pipefail
+cd "$(dirname "$0")/.."
+build=${BUILD:-build-demo}
+jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
+run=$build/run
+data=demo/data
+started=$SECONDS
+
+say() { printf '\n== %s\n' "$*"; }
+die() {
+    printf '\nDEMO FAILED: %s\n' "$*" >&2
+    exit 1
+}
+
+# ---- the program
+if [ -n "${ITHACA:-}" ]; then
+    ithaca=$ITHACA
+else
+    say "1/4 building the program in $build"
+    ithaca=$build/ithaca
+    mkdir -p "$build"
+    # shellcheck disable=SC2086
+    cmake -S . -B "$build" ${CMAKE_ARGS:--DITH_TESTS=OFF -DITH_CUDA=off} >"$build/configure.log" 2>&1 ||
+        { cat "$build/configure.log" >&2; die "cmake found something missing"; }
+    cmake --build "$build" -j"$jobs" --target ithaca >"$build/build.log" 2>&1 ||
+        { tail -n 40 "$build/build.log" >&2; die "the build stopped ($build/build.log)"; }
+fi
+[ -x "$ithaca" ] || die "no program at $ithaca"
+built=$SECONDS
+
+# ---- a model directory with random weights, and a tokenizer learned from our own text
+say "2/4 making a small Qwen3 model with random weights, and learning its tokenizer"
+rm -rf "$run"
+mkdir -p "$run"
+cat $data/voyage.txt $data/questions.jsonl $data/conversations.jsonl >"$run/tokenizer_text.txt"
+"$ithaca" init "$run/model" --size small --dtype float32 --vocab-size 1024 --learn "$run/tokenizer_text.txt"
+
+# ---- fine-tuning
+say "3/4 fine-tuning it on $data (configuration: demo/train.yaml)"
+# shellcheck disable=SC2086
+"$ithaca" train demo/train.yaml model="$run/model" output_dir="$run/trained" device=cpu ${DEMO_ARGS:-}
+trained=$SECONDS
+for file in config.json model.safetensors tokenizer.json chat_template.jinja trainer_log.jsonl loss_curve.svg; do
+    [ -s "$run/trained/$file" ] || die "training left no $file in $run/trained"
+done
+
+# ---- questions
+say "4/4 asking the trained model (greedy decoding)"
+answer_of() { # the answer that the data gives to a question
+    sed -n 's/^{"instruction": "'"$1"'", "input": "", "output": "\(.*\)"}$/\1/p' $data/questions.jsonl
+}
+ask() {
+    local expected got
+    expected=$(answer_of "$1")
+    [ -n "$expected" ] || die "'$1' is not in $data/questions.jsonl"
+    got=$("$ithaca" generate "$run/trained" --prompt "$1" --do-sample false -n 80 --device cpu 2>"$run/generate.log") ||
+        { cat "$run/generate.log" >&2; die "ithaca generate failed"; }
+    printf '   you     %s\n   model   %s\n' "$1" "$got"
+    [ "$got" = "$expected" ] || die "the data says: $expected"
+}
+ask "What is ithaca?"
+ask "What is the dog of Ulysses called?"
+
+# All questions at once: a count, for it shows how much of the data the model holds.
+sed 's/^{"instruction": \(".*"\), "input": "", "output": ".*"}$/{"prompt": \1}/' $data/questions.jsonl >"$run/prompts.jsonl"
+sed 's/^{"instruction": ".*", "input": "", "output": "\(.*\)"}$/\1/' $data/questions.jsonl >"$run/expected.txt"
+"$ithaca" generate "$run/trained" "$run/prompts.jsonl" --do-sample false -n 80 --batch 16 --device cpu \
+    >"$run/answers.jsonl" 2>"$run/generate.log" || { cat "$run/generate.log" >&2; die "ithaca generate failed"; }
+total=$(wc -l <"$run/expected.txt")
+right=$(sed 's/^.*"answer": *"\(.*\)", *"tokens".*$/\1/' "$run/answers.jsonl" | paste -d '\n' - "$run/expected.txt" |
+    awk 'NR % 2 { got = $0; next } got == $0 { n++ } END { print n + 0 }')
+printf '   all     %d of %d answers equal to the data, word for word\n' "$right" "$total"
+
+lies() { printf '  %-38s %s' "$1" "$2"; }
+number() { sed -n "s/.*\"$1\": *\([0-9.e+-]*\).*/\1/p" "$2"; }
+first=$(number loss "$run/trained/trainer_log.jsonl" | head -n 1)
+last=$(number loss "$run/trained/trainer_log.jsonl" | tail -n 1)
+
+cat <<PAGE
+
+----------------------------------------------------------------------------------------------------
+What happened
+  A Qwen3 model of 4 layers was made with random weights; its tokenizer was learned from
+  demo/data. It was fine-tuned on $total questions and a few longer conversations, whole conversations
+  packed side by side. The loss went from $(printf %.2f "$first") to $(printf %.4f "$last").
+  Build $((built - started)) s, training $((trained - built)) s, all of it $((SECONDS - started)) s.
+
+Where things lie
+$(lies "$run/model/" "the model before, as a Hugging Face directory")
+$(lies "$run/trained/" "the model after; other programs read it as it is")
+$(lies "$run/trained/loss_curve.svg" "the loss, for a browser")
+$(lies "$run/trained/trainer_log.jsonl" "one line for each logged step; runs/ is for TensorBoard")
+$(lies "$run/trained/ithaca_config.yaml" "every key of the run, resolved")
+$(lies "demo/train.yaml, demo/data/" "what the run was asked for, and its data")
+
+What to do next
+  talk with the model     $ithaca chat $run/trained
+  look at its data        $ithaca data demo/train.yaml model=$run/model
+  see memory and time     $ithaca plan demo/train.yaml model=$run/model
+  take a real model       hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B
+                          (or, with git-lfs: git clone https://huggingface.co/Qwen/Qwen3-0.6B)
+    see its memory        $ithaca plan demo/train.yaml model=Qwen3-0.6B output_dir=mine
+    fine-tune it          $ithaca train demo/train.yaml model=Qwen3-0.6B output_dir=mine \\
+                              learning_rate=1e-5 num_train_epochs=3
+    ask it                $ithaca generate mine --prompt "What is ithaca?"
+  take your data          train_dataset=FILE, or a list of data sets like demo/data/data.yaml
+  Every key of a configuration is in docs/config.md; \`$ithaca help\` lists the commands.
+----------------------------------------------------------------------------------------------------
+PAGE
