@@ -15,4 +15,3 @@
                                            .run = run_##command}
 
 STUB(experts, "merge|split MODEL OUTPUT", "Change the layout of expert weights", false);
-STUB(data, "CONFIG [key=value ...]", "Show samples as tokens with the loss mask", true);

@@ -19,7 +19,7 @@
 
 #include "base/pool.h"
 #include "data/convert.h"
-#include "data/rows.h"
+#include "data/json_rows.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -67,7 +67,7 @@ typedef struct {
     int64_t row;
     int32_t part, cut;
 } ith_dataset_sample;
-/* Different samples, in order of part, row, cut. */
+/* Different samples that are drawn, in order of part, row, cut. */
 int64_t ith_dataset_num_samples(const ith_dataset *dataset);
 const ith_dataset_sample *ith_dataset_samples(const ith_dataset *dataset);
 /* What an epoch holds: numbers of samples, ascending; one twice when it was drawn twice. */

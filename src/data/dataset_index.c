@@ -222,6 +222,26 @@ out:
     return status;
 }
 
+/* Forgets the samples that nothing draws: they need no tokens. */
+static ith_status keep_drawn(ith_dataset *d, ith_error *err)
+{
+    int64_t *number = NULL, count = 0;
+    ITH_TRY(ith_alloc_zero((void **)&number, d->num_samples, 8, "samples", err));
+    for (int64_t i = 0; i < d->num_drawn; i++)
+        number[d->drawn[i]] = 1;
+    for (int64_t i = 0; i < d->num_samples; i++) {
+        if (!number[i])
+            continue;
+        d->samples[count] = d->samples[i];
+        number[i] = count++;
+    }
+    for (int64_t i = 0; i < d->num_drawn; i++)
+        d->drawn[i] = number[d->drawn[i]];
+    d->num_samples = count;
+    ith_free(number);
+    return ITH_OK;
+}
+
 ith_status ith_dataset_index(ith_dataset *d, ith_pool *pool, ith_error *err)
 {
     ITH_ASSERT(d->num_samples == 0 && !d->drawn);
@@ -240,7 +260,7 @@ ith_status ith_dataset_index(ith_dataset *d, ith_pool *pool, ith_error *err)
     for (int64_t i = 0; i < BATCH_PIECES; i++)
         ith_free(batch.pieces[i].samples);
     ith_free(batch.pieces);
-    return status;
+    return status == ITH_OK ? keep_drawn(d, err) : status;
 }
 
 const ith_drops *ith_dataset_drops(const ith_dataset *d)

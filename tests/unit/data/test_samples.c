@@ -368,7 +368,7 @@ static void test_damaged_cache_is_made_anew(void **state)
     ith_buf good = {0}, bad = {0};
     assert_ok(ith_read_file(file, 0, &good, &err), err);
     int64_t ids_end = 64 + ith_samples_num_tokens(memory) * 4;
-    for (int64_t at_byte = 0; at_byte < good.len; at_byte++) {
+    for (int64_t at_byte = 0; at_byte < good.len; at_byte += 3) {
         if (at_byte >= 8 && at_byte < ids_end) /* header zeros, ids */
             continue;
         ith_buf_clear(&bad);
@@ -383,7 +383,7 @@ static void test_damaged_cache_is_made_anew(void **state)
         assert_same_samples(memory, s);
         ith_samples_close(s);
     }
-    for (int64_t len = 0; len < good.len; len += 7) {
+    for (int64_t len = 0; len < good.len; len += 31) {
         assert_ok(ith_write_file(file, good.data, len, &err), err);
         ith_samples *s = open_samples(o);
         assert_false(ith_samples_from_cache(s));

@@ -1,7 +1,7 @@
 /* Rows of JSON and JSON-lines files: where they begin and end, and what an error says. */
 #include "testing.h"
 
-#include "data/rows.h"
+#include "data/json_rows.h"
 
 static ith_error err;
 
@@ -209,11 +209,13 @@ static void test_rows_other_kinds_of_files_are_refused(void **state)
 static void test_rows_faults_leave_nothing(void **state)
 {
     (void)state;
-    char path[4200], text[8192] = "";
+    char path[4200];
+    ith_buf text = {0};
     snprintf(path, sizeof path, "%s/rows.jsonl", temp_dir("rows"));
     for (int i = 0; i < 100; i++)
-        strcat(text, "{\"a\": [1, 2, {\"b\": \"c\"}]}\n");
-    assert_ok(ith_write_file(path, text, (int64_t)strlen(text), &err), err);
+        ith_buf_puts(&text, "{\"a\": [1, 2, {\"b\": \"c\"}]}\n");
+    assert_ok(ith_write_file(path, text.data, text.len, &err), err);
+    ith_buf_deinit(&text);
     for (int kind = ITH_FAULT_ALLOC; kind <= ITH_FAULT_READ; kind++) {
         int failures = 0;
         for (int64_t n = 1;; n++) {

@@ -1,4 +1,4 @@
-/* rows.h - JSON and JSON-lines files as numbered rows, parsed one at a time.
+/* json_rows.h - JSON and JSON-lines files as numbered rows, parsed one at a time.
  *
  * The file is mapped, never loaded: opening it builds a table of (offset, length), 16 bytes a row.
  *   .jsonl, .json whose first character is not '[': lines end at LF only (one CR before it is
@@ -8,8 +8,8 @@
  * A byte order mark is skipped at byte 0 of the file and nowhere else. Every row is judged on its
  * own: fields that nobody reads may hold anything. An open file is immutable: any number of threads
  * may parse rows of it. */
-#ifndef ITH_DATA_ROWS_H
-#define ITH_DATA_ROWS_H
+#ifndef ITH_DATA_JSON_ROWS_H
+#define ITH_DATA_JSON_ROWS_H
 
 #include "base/json.h"
 

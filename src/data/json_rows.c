@@ -1,7 +1,7 @@
-/* rows.c - finds the rows of a JSON or JSON-lines file without parsing them.
+/* json_rows.c - finds the rows of a JSON or JSON-lines file without parsing them.
  * Invariants: 1. rows lie inside the file, in order, do not overlap, and are not empty. 2. The scan
  * is linear: each byte is looked at a constant number of times. */
-#include "data/rows.h"
+#include "data/json_rows.h"
 
 #include "base/checked.h"
 #include "base/file.h"
