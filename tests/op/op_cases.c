@@ -610,6 +610,17 @@ static ith_status expert_sort(op_run *r, const int64_t *a)
     return ith_expert_sort(r->ctx, g.offsets, g.source, g.row_of, g.idx);
 }
 
+static ith_status expert_load(op_run *r, const int64_t *a)
+{
+    sort_args g = sort_make(r, a[SORT_T], a[SORT_E], a[SORT_K], a[SORT_SKEW] != 0);
+    ith_tensor fraction = vector(r, OP_INOUT, OP_STAT, "fraction", op_positive, a[SORT_E]);
+    ith_tensor mean = vector(r, OP_INOUT, OP_STAT, "mean_prob", op_positive, a[SORT_E]);
+    ith_tensor probs = matrix(r, OP_IN, OP_STAT, "probs", op_positive, a[SORT_T], a[SORT_E], 0);
+    OP_READY(r);
+    ITH_TRY(ith_expert_sort(r->ctx, g.offsets, g.source, g.row_of, g.idx));
+    return ith_expert_load(r->ctx, fraction, mean, g.offsets, probs, 0.01F);
+}
+
 enum { GRP_T, GRP_E, GRP_K, GRP_SKEW, GRP_N, GRP_D, GRP_TAIL };
 
 /* tail: rows after the last expert's, which must stay as they are. */
@@ -786,6 +797,7 @@ FAMILY(dot_accumulate, false, FLOOR, "n b")
 FAMILY(router_forward, false, FLOOR, "T E k norm")
 FAMILY(router_backward, false, FLOOR, "T E k norm aux")
 FAMILY(expert_sort, true, 0, "T E k skew")
+FAMILY(expert_load, false, FLOOR, "T E k skew")
 FAMILY(grouped_linear_forward, false, FLOOR, "T E k skew N D tail")
 FAMILY(grouped_linear_backward_input, false, FLOOR, "T E k skew N D tail")
 FAMILY(grouped_linear_backward_weight, false, FLOOR, "T E k skew N D tail")
