@@ -12,7 +12,9 @@
 #define TOP 48
 #define LOSS_HEIGHT 300
 #define GAP 34
-#define RATE_HEIGHT 70
+#define RATE_HEIGHT 76
+#define LIGHT_LINE "stroke='#9bb8d8' stroke-width='1.2'"
+#define STRONG_LINE "stroke='#1f5fa8' stroke-width='2.2'"
 
 typedef struct {
     double x0, x1, y0, y1;           /* data range */
@@ -75,11 +77,19 @@ static double value_loss(const ith_report_row *rows, int64_t i, double *state)
     return rows[i].loss;
 }
 
-/* Exponential mean over about 20 rows. */
+/* Exponential mean; state holds its weight of a new row and the mean so far. */
 static double value_mean(const ith_report_row *rows, int64_t i, double *state)
 {
-    *state = isnan(*state) ? rows[i].loss : *state + (rows[i].loss - *state) * 0.1;
-    return *state;
+    state[1] = isnan(state[1]) ? rows[i].loss : state[1] + (rows[i].loss - state[1]) * state[0];
+    return state[1];
+}
+
+/* Rows that the mean spans: a fiftieth of the curve, so that it stays beside the loss it smooths;
+ * 1: too few rows for a mean. */
+static double mean_span(int64_t rows)
+{
+    double span = floor((double)rows / 50.0);
+    return span < 2.0 ? 1.0 : fmin(span, 200.0);
 }
 
 static double value_rate(const ith_report_row *rows, int64_t i, double *state)
@@ -93,12 +103,12 @@ static void polyline(ith_buf *out, const panel *p, const ith_report_row *rows, i
                      row_value value, const char *style)
 {
     int64_t every = ith_max_i64(1, count / (4 * (int64_t)(p->right - p->left)));
-    double state = (double)NAN;
+    double state[2] = {2.0 / (mean_span(count) + 1.0), (double)NAN};
     bool open = false;
     for (int64_t i = 0; i < count; i++) {
         if (rows[i].is_eval || !isfinite(rows[i].loss))
             continue;
-        double y = value(rows, i, &state);
+        double y = value(rows, i, state);
         if (i % every != 0 && i + 1 < count)
             continue;
         ith_buf_printf(out, "%s%.1f,%.1f", open ? " " : "<polyline points='",
@@ -156,29 +166,34 @@ static void put_escaped(ith_buf *out, const char *text)
     }
 }
 
-static void legend(ith_buf *out, const panel *p, bool has_eval)
+/* Right-aligned; widths are those of common sans-serif fonts at 12 px, with some air. */
+static void legend(ith_buf *out, const panel *p, bool has_mean, bool has_eval)
 {
-    double x = p->right - (has_eval ? 250 : 160), y = p->top + 16;
-    ith_buf_printf(
-        out, "<line x1='%.0f' y1='%.0f' x2='%.0f' y2='%.0f' stroke='#9bb8d8' stroke-width='1.2'/>",
-        x, y - 4, x + 18, y - 4);
-    ith_buf_printf(out, "<text x='%.0f' y='%.0f'>loss</text>", x + 23, y);
-    ith_buf_printf(
-        out, "<line x1='%.0f' y1='%.0f' x2='%.0f' y2='%.0f' stroke='#1f5fa8' stroke-width='2.2'/>",
-        x + 62, y - 4, x + 80, y - 4);
-    ith_buf_printf(out, "<text x='%.0f' y='%.0f'>running mean</text>\n", x + 85, y);
+    double y = p->top + 18, x = p->right - 62 - (has_mean ? 118 : 0) - (has_eval ? 86 : 0);
+    ith_buf_printf(out,
+                   "<line x1='%.0f' y1='%.0f' x2='%.0f' y2='%.0f' %s/><text x='%.0f' "
+                   "y='%.0f'>loss</text>\n",
+                   x, y - 4, x + 18, y - 4, has_mean ? LIGHT_LINE : STRONG_LINE, x + 23, y);
+    x += 62;
+    if (has_mean) {
+        ith_buf_printf(out,
+                       "<line x1='%.0f' y1='%.0f' x2='%.0f' y2='%.0f' %s/><text x='%.0f' "
+                       "y='%.0f'>running mean</text>\n",
+                       x, y - 4, x + 18, y - 4, STRONG_LINE, x + 23, y);
+        x += 118;
+    }
     if (has_eval)
         ith_buf_printf(out,
                        "<circle cx='%.0f' cy='%.0f' r='4' fill='#d1622b'/><text x='%.0f' "
                        "y='%.0f'>evaluation</text>\n",
-                       x + 178, y - 4, x + 187, y);
+                       x + 4, y - 4, x + 13, y);
 }
 
 void ith_loss_curve_svg(const ith_report_row *rows, int64_t count, const char *title, ith_buf *out)
 {
     panel loss, rate;
     int64_t bad = 0;
-    bool has_eval = false;
+    bool has_eval = false, has_mean = mean_span(count) > 1.0;
     ranges(rows, count, &loss, &rate, &bad);
     double height = rate.bottom + 48;
     ith_buf_printf(
@@ -191,10 +206,11 @@ void ith_loss_curve_svg(const ith_report_row *rows, int64_t count, const char *t
     put_escaped(out, title);
     ith_buf_puts(out, "</text>\n");
     axes(out, &loss, 6, "loss");
-    axes(out, &rate, 2, "rate");
+    axes(out, &rate, 2, "learning rate");
     step_ticks(out, &rate);
-    polyline(out, &loss, rows, count, value_loss, "stroke='#9bb8d8' stroke-width='1.2'");
-    polyline(out, &loss, rows, count, value_mean, "stroke='#1f5fa8' stroke-width='2.2'");
+    polyline(out, &loss, rows, count, value_loss, has_mean ? LIGHT_LINE : STRONG_LINE);
+    if (has_mean)
+        polyline(out, &loss, rows, count, value_mean, STRONG_LINE);
     polyline(out, &rate, rows, count, value_rate, "stroke='#6a9a4a' stroke-width='1.6'");
     for (int64_t i = 0; i < count; i++)
         if (rows[i].is_eval && isfinite(rows[i].loss)) {
@@ -202,7 +218,7 @@ void ith_loss_curve_svg(const ith_report_row *rows, int64_t count, const char *t
                            px(&loss, (double)rows[i].step), py(&loss, rows[i].loss));
             has_eval = true;
         }
-    legend(out, &loss, has_eval);
+    legend(out, &loss, has_mean, has_eval);
     if (bad)
         ith_buf_printf(out,
                        "<text x='%d' y='42' fill='#b03020'>%lld rows without a finite loss are not "
