@@ -140,18 +140,7 @@ INLINE void flash_put(const flash *f, uint32_t *dst, int64_t kd, int64_t row, in
 /* Query position of each lane. */
 INLINE VI lane_positions(const flash *f, int64_t c)
 {
-    VI pos;
-    for (int i = 0; i < VW; i++)
-        pos[i] = (int32_t)(f->i0 + c % f->pad + i);
-    return pos;
-}
-
-INLINE VI v_seti(int32_t x)
-{
-    VI v;
-    for (int i = 0; i < VW; i++)
-        v[i] = x;
-    return v;
+    return v_lanes() + v_seti((int32_t)(f->i0 + c % f->pad));
 }
 
 /* Online softmax of n rows, VW columns: scaled and masked scores, new maximum, P, rescaled sum

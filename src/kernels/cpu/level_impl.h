@@ -3,11 +3,9 @@
  * this. */
 #include "kernels/cpu/cpu_internal.h"
 
-#include "base/rng.h"
-
 #include <math.h>
 #include <string.h>
-#if defined(__AVX2__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 

@@ -508,9 +508,9 @@ ROWS_TASK(router_forward, 3, router_forward_as)
 
 /* ---- AdamW: w, master, m, v, grad; f: scale; i: first, stochastic; elements ---- */
 
-/* One vector; random: bits for stochastic rounding, or NULL. */
-INLINE void adamw_vector(const ith_cpu_rows *a, int64_t i, int64_t n, const uint32_t *random,
-                         bool w16, bool m16)
+/* One vector. stochastic: the cut-off part of w decides by chance whether it is rounded up. */
+INLINE void adamw_vector(const ith_cpu_rows *a, int64_t i, int64_t n, bool stochastic, bool w16,
+                         bool m16)
 {
     const ith_cpu_adamw *f = &a->adamw;
     void *p_data = present(a->t[1]) ? a->t[1].data : a->t[0].data;
@@ -525,9 +525,8 @@ INLINE void adamw_vector(const ith_cpu_rows *a, int64_t i, int64_t n, const uint
           v_mul(v_set(f->step_size), m) / denominator;
     v_put(a->t[2].data, i, n, m, m16);
     v_put(a->t[3].data, i, n, v, m16);
-    if (random) {
-        VU bits = (VU)p, add;
-        memcpy(&add, random, sizeof add);
+    if (stochastic) {
+        VU bits = (VU)p, add = v_philox(a->seed, (uint64_t)a->i[2], (uint64_t)(a->i[0] + i));
         VU finite = (VU)((bits & 0x7f800000u) != (VU)v_set(__builtin_inff()));
         p = (V)((bits + (add & 0xffffu & finite)) & (0xffff0000u | ~finite));
     }
@@ -540,16 +539,8 @@ INLINE void adamw_vector(const ith_cpu_rows *a, int64_t i, int64_t n, const uint
 
 INLINE void adamw_as(const ith_cpu_rows *a, int64_t begin, int64_t end, bool w16, bool m16)
 {
-    for (int64_t i = begin; i < end; i += VW) {
-        uint32_t random[VW];
-        if (a->i[1])
-            for (int64_t j = 0; j < VW; j++) {
-                uint32_t four[4];
-                ith_philox(a->seed, (uint64_t)a->i[2], (uint64_t)(a->i[0] + i + j), four);
-                random[j] = four[0];
-            }
-        adamw_vector(a, i, end - i, a->i[1] ? random : NULL, w16, m16);
-    }
+    for (int64_t i = begin; i < end; i += VW)
+        adamw_vector(a, i, end - i, a->i[1] != 0, w16, m16);
 }
 
 static void adamw(void *arg, int64_t begin, int64_t end, int thread)

@@ -9,11 +9,26 @@ typedef float VF __attribute__((vector_size(2 * VW)));  /* VW/2 floats */
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* x in all lanes. Filling lane by lane would be compiled as written; x - 0 is x, NaN and -0
+ * included. */
 INLINE V v_set(float x)
 {
-    V v;
-    for (int i = 0; i < VW; i++)
-        v[i] = x;
+    const V zero = {0};
+    return x - zero;
+}
+
+INLINE VI v_seti(int32_t x)
+{
+    const VI zero = {0};
+    return x - zero;
+}
+
+/* 0, 1, 2 ... */
+INLINE VI v_lanes(void)
+{
+    static const int32_t lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    VI v;
+    memcpy(&v, lanes, sizeof v);
     return v;
 }
 
@@ -22,10 +37,15 @@ INLINE V v_select(VI mask, V yes, V no)
     return (V)(((VI)yes & mask) | ((VI)no & ~mask));
 }
 
-/* Like fmaxf, but a NaN in either stays. */
+/* The larger; a NaN in b is passed over (whoever takes a maximum exponentiates every value after
+ * it, and there the NaN shows). */
 INLINE V v_max(V a, V b)
 {
-    return v_select((a < b) | (b != b), b, a);
+#if defined(__AVX512F__)
+    return (V)_mm512_max_ps((__m512)b, (__m512)a);
+#else
+    return v_select(b > a, b, a);
+#endif
 }
 
 INLINE V v_load_f32(const float *p)
@@ -177,8 +197,32 @@ INLINE float v_max_lane(V x)
     return best;
 }
 
-/* exp: 2^n * p(r), |r| <= ln2/2, p of degree 7 with its first two terms exact. Relative error
- * below 1e-7; 0 below -87.3, 2^127 * 1.4 and up is infinity; NaN stays. */
+/* p(r) = e^r for |r| <= ln2/2: degree 7, the first two terms exact. */
+INLINE V v_exp_part(V r)
+{
+    V p = v_set(1.9841270e-4f);
+    p = p * r + v_set(1.3888889e-3f);
+    p = p * r + v_set(8.3333333e-3f);
+    p = p * r + v_set(4.1666667e-2f);
+    p = p * r + v_set(1.6666667e-1f);
+    p = p * r + v_set(0.5f);
+    p = (p * r) * r + r;
+    return p + v_set(1.0f);
+}
+
+/* exp = 2^n p(r), relative error below 1e-7; infinity above 88.73; NaN stays. */
+#if defined(__AVX512F__)
+INLINE V v_exp(V x)
+{
+    /* max and min hand on their second operand when one is NaN. */
+    __m512 z = _mm512_max_ps(_mm512_set1_ps(-110.0f), (__m512)x);
+    z = _mm512_min_ps(_mm512_set1_ps(110.0f), z);
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(z, _mm512_set1_ps(1.44269504088896341f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145751953125f), z);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860682030941723e-6f), r);
+    return (V)_mm512_scalef_ps((__m512)v_exp_part((V)r), n);
+}
+#else
 INLINE V v_exp(V x)
 {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
@@ -188,18 +232,62 @@ INLINE V v_exp(V x)
     V n = shifted - v_set(magic);
     V r = z - n * v_set(0.693145751953125f);
     r = r - n * v_set(1.42860682030941723e-6f);
-    V p = v_set(1.9841270e-4f);
-    p = p * r + v_set(1.3888889e-3f);
-    p = p * r + v_set(8.3333333e-3f);
-    p = p * r + v_set(4.1666667e-2f);
-    p = p * r + v_set(1.6666667e-1f);
-    p = p * r + v_set(0.5f);
-    p = (p * r) * r + r;
-    p = p + v_set(1.0f);
+    V p = v_exp_part(r);
     /* 2^n in two factors, for n may be 128. */
     VI ni = (VI)shifted - (VI)v_set(magic);
     VI half = ni >> 1;
     V y = p * (V)((half + 127) << 23) * (V)((ni - half + 127) << 23);
     y = v_select(high, v_set(__builtin_inff()), y);
     return v_select(low, v_set(0.0f), y);
+}
+#endif
+
+/* ---- Philox4x32-10, first word (base/rng.c), VW counters at once ---- */
+
+typedef uint64_t VQ __attribute__((vector_size(4 * VW)));
+
+/* Products of the low halves of 64-bit lanes. */
+INLINE VQ v_mul_low(VQ a, VQ b)
+{
+#if defined(__AVX512F__)
+    return (VQ)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (VQ)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#else
+    return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+INLINE void v_mul_wide(VU a, uint32_t b, VU *hi, VU *lo)
+{
+    VQ factor = {0};
+    factor = factor + b;
+    VQ even = v_mul_low((VQ)a, factor), odd = v_mul_low((VQ)a >> 32, factor);
+    VQ low = {0};
+    low = low + 0xffffffffu;
+    *lo = (VU)((even & low) | (odd << 32));
+    *hi = (VU)((even >> 32) | (odd & ~low));
+}
+
+/* Words of counters (hi, lo), (hi, lo+1), ... */
+INLINE VU v_philox(uint64_t key, uint64_t hi, uint64_t lo)
+{
+    VU c2, c3, zero = {0}, lanes = (VU)v_lanes();
+    VU c0 = lanes + (uint32_t)lo, c1 = zero + (uint32_t)(lo >> 32);
+    c1 = c1 - (VU)(c0 < lanes); /* carry: true is -1 */
+    c2 = zero + (uint32_t)hi;
+    c3 = zero + (uint32_t)(hi >> 32);
+    uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+    for (int round = 0; round < 10; round++) {
+        VU h0, l0, h1, l1;
+        v_mul_wide(c0, 0xD2511F53u, &h0, &l0);
+        v_mul_wide(c2, 0xCD9E8D57u, &h1, &l1);
+        c0 = h1 ^ c1 ^ k0;
+        c1 = l1;
+        c2 = h0 ^ c3 ^ k1;
+        c3 = l0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return c0;
 }
