@@ -133,6 +133,8 @@ static ith_status count_step(ith_step *s, int64_t all, int64_t attention)
     ITH_TRY(walk_micro(s, c->training));
     if (c->training)
         ITH_TRY(update(s, (ith_adamw_hyper){.step = 1}));
+    if (c->training && c->evaluates) /* with all kept it wants other workspace than training */
+        ITH_TRY(walk_micro(s, false));
     for (int i = 0; i < ITH_MEM_CLASSES; i++)
         ith_plan_release(ctx->plan, (ith_mem_class)i, 0);
     s->layers_keep_all = all;
@@ -306,6 +308,7 @@ ith_status ith_step_eval(ith_step *step, const ith_micro_batch *batch, double *l
 {
     ith_device *d = step->ctx->device;
     double sum = 0;
+    ITH_ASSERT(step->config.evaluates || !step->config.training);
     if (batch->num_tokens == 0)
         return ITH_OK;
     ITH_TRY(upload(step, batch, 1.0));

@@ -22,6 +22,7 @@ typedef struct {
     int64_t max_tokens, max_docs, max_labels, max_doc_tokens; /* of a micro-batch */
     int64_t chunk_rows;   /* rows of logits at a time; 0: chosen */
     bool training;        /* false: evaluation only, no gradients, no optimizer */
+    bool evaluates;       /* ith_step_eval will be called between steps */
     bool fp32_master;     /* f32 copy of bf16 weights (ignored when the model is f32) */
     bool bf16_moments;    /* m, v in bf16 */
     int keep;             /* ith_keep, or -1: the fastest that fits memory_limit */

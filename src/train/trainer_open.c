@@ -90,6 +90,7 @@ static ith_step_config step_config(const ith_trainer *t)
         .max_doc_tokens = ith_max_i64(a.max_doc_tokens, e.max_doc_tokens),
         .chunk_rows = c->chunk_loss_size == ITH_CONFIG_UNSET ? 0 : c->chunk_loss_size,
         .training = true,
+        .evaluates = t->eval_batcher != NULL,
         .fp32_master = c->master_dtype != ITH_DTYPE_BF16,
         .bf16_moments = c->master_dtype == ITH_DTYPE_BF16,
         .keep = c->recompute == ITH_RECOMPUTE_AUTO ? -1 : (int)c->recompute - ITH_RECOMPUTE_NONE,
