@@ -47,7 +47,7 @@ static int64_t flash_layout(const ith_cpu_attention *a, flash *f, char *base, bo
     int64_t rows_kd = f->pairs ? KV_BLOCK / 2 : KV_BLOCK, q_kd = f->pairs ? f->pad / 2 : f->pad;
     int64_t kv_mr = ith_round_up(KV_BLOCK, MR), dim_mr = ith_round_up(dim, MR);
 #define PART(field, dwords)                                                                        \
-    f->field = (void *)(base + at);                                                                \
+    f->field = base ? (void *)(base + at) : NULL;                                                  \
     at += ith_round_up(((dwords) + ITH_CPU_PACK_SLACK) * 4, 64)
     PART(s, KV_BLOCK * f->cols);
     PART(out, dim * f->cols);
