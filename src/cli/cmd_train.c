@@ -6,7 +6,6 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "base/file.h"
 #include "base/log.h"
 #include "cli/commands.h"
 #include "cli/terminal.h"
@@ -81,22 +80,6 @@ static void on_row(void *arg, const ith_report_row *row)
     ith_log(ITH_LOG_INFO, "train", "%s", text);
 }
 
-static ith_status store_config(const ith_config *config, ith_error *err)
-{
-    ith_buf text = {0}, path = {0};
-    ith_status status = ith_config_dump(config, &text, err);
-    ith_path_join(&path, config->output_dir, "ithaca_config.yaml");
-    if (status == ITH_OK)
-        status = ith_buf_check(&path, "output_dir", err);
-    if (status == ITH_OK)
-        status = ith_make_dirs(config->output_dir, err);
-    if (status == ITH_OK)
-        status = ith_write_file(path.data, text.data, text.len, err);
-    ith_buf_deinit(&text);
-    ith_buf_deinit(&path);
-    return status;
-}
-
 static ith_status train(const ith_config *config, ith_error *err)
 {
     ith_trainer_hooks hooks = {poll_signals, on_row, on_progress, on_text, NULL};
@@ -109,7 +92,7 @@ static ith_status train(const ith_config *config, ith_error *err)
     ith_memory_table(&t, &table);
     ith_log(ITH_LOG_INFO, "train", "%s", table.data ? table.data : "");
     ith_buf_deinit(&table);
-    ith_status status = store_config(config, err);
+    ith_status status = ith_trainer_store_config(config, err);
     if (status == ITH_OK) {
         install_signals();
         status = ith_trainer_run(&t, &hooks, &result, err);

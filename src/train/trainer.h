@@ -56,6 +56,10 @@ typedef struct {
     double seconds, tokens_per_s;
 } ith_run_result;
 
+/* The resolved config as output_dir/ithaca_config.yaml: what the run was, for people and for a
+ * rerun. */
+ith_status ith_trainer_store_config(const ith_config *config, ith_error *err);
+
 /* Reads weights or resumes, trains, writes the model to output_dir. */
 ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_run_result *out,
                            ith_error *err);

@@ -4,11 +4,28 @@
 #include <math.h>
 #include <string.h>
 
+#include "base/file.h"
 #include "checkpoint/model_dir.h"
 #include "checkpoint/train_state.h"
 #include "train/trainer_internal.h"
 
 #define STAGING_BYTES ((int64_t)4 << 20)
+
+ith_status ith_trainer_store_config(const ith_config *config, ith_error *err)
+{
+    ith_buf text = {0}, path = {0};
+    ith_status status = ith_config_dump(config, &text, err);
+    ith_path_join(&path, config->output_dir, "ithaca_config.yaml");
+    if (status == ITH_OK)
+        status = ith_buf_check(&path, "output_dir", err);
+    if (status == ITH_OK)
+        status = ith_make_dirs(config->output_dir, err);
+    if (status == ITH_OK)
+        status = ith_write_file(path.data, text.data, text.len, err);
+    ith_buf_deinit(&text);
+    ith_buf_deinit(&path);
+    return status;
+}
 
 ith_status ith_trainer_load_weights(ith_trainer *t, ith_error *err)
 {
