@@ -4,12 +4,13 @@
 #   BUILD, JOBS, CMAKE_ARGS   as the Makefile sets them
 #   ITHACA=PROGRAM            uses a built program instead of building one
 #   DEMO_ARGS="key=value .."  changes keys of demo/train.yaml
+#   DEMO_DATA=DIRECTORY       other data than demo/data (the same file names)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=${BUILD:-build-demo}
 jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
 run=$build/run
-data=demo/data
+data=${DEMO_DATA:-demo/data}
 started=$SECONDS
 
 say() { printf '\n== %s\n' "$*"; }
@@ -38,13 +39,14 @@ built=$SECONDS
 say "2/4 making a small Qwen3 model with random weights, and learning its tokenizer"
 rm -rf "$run"
 mkdir -p "$run"
-cat $data/voyage.txt $data/questions.jsonl $data/conversations.jsonl >"$run/tokenizer_text.txt"
+cat "$data"/voyage.txt "$data"/questions.jsonl "$data"/conversations.jsonl >"$run/tokenizer_text.txt"
 "$ithaca" init "$run/model" --size small --dtype float32 --vocab-size 1024 --learn "$run/tokenizer_text.txt"
 
 # ---- fine-tuning
 say "3/4 fine-tuning it on $data (configuration: demo/train.yaml)"
 # shellcheck disable=SC2086
-"$ithaca" train demo/train.yaml model="$run/model" output_dir="$run/trained" device=cpu ${DEMO_ARGS:-}
+"$ithaca" train demo/train.yaml model="$run/model" train_dataset="$data/data.yaml" output_dir="$run/trained" \
+    device=cpu ${DEMO_ARGS:-}
 trained=$SECONDS
 for file in config.json model.safetensors tokenizer.json chat_template.jinja trainer_log.jsonl loss_curve.svg; do
     [ -s "$run/trained/$file" ] || die "training left no $file in $run/trained"
@@ -53,7 +55,7 @@ done
 # ---- questions
 say "4/4 asking the trained model (greedy decoding)"
 answer_of() { # the answer that the data gives to a question
-    sed -n 's/^{"instruction": "'"$1"'", "input": "", "output": "\(.*\)"}$/\1/p' $data/questions.jsonl
+    sed -n 's/^{"instruction": "'"$1"'", "input": "", "output": "\(.*\)"}$/\1/p' "$data/questions.jsonl"
 }
 ask() {
     local expected got
@@ -68,8 +70,8 @@ ask "What is ithaca?"
 ask "What is the dog of Ulysses called?"
 
 # All questions at once: a count, for it shows how much of the data the model holds.
-sed 's/^{"instruction": \(".*"\), "input": "", "output": ".*"}$/{"prompt": \1}/' $data/questions.jsonl >"$run/prompts.jsonl"
-sed 's/^{"instruction": ".*", "input": "", "output": "\(.*\)"}$/\1/' $data/questions.jsonl >"$run/expected.txt"
+sed 's/^{"instruction": \(".*"\), "input": "", "output": ".*"}$/{"prompt": \1}/' "$data/questions.jsonl" >"$run/prompts.jsonl"
+sed 's/^{"instruction": ".*", "input": "", "output": "\(.*\)"}$/\1/' "$data/questions.jsonl" >"$run/expected.txt"
 "$ithaca" generate "$run/trained" "$run/prompts.jsonl" --do-sample false -n 80 --batch 16 --device cpu \
     >"$run/answers.jsonl" 2>"$run/generate.log" || { cat "$run/generate.log" >&2; die "ithaca generate failed"; }
 total=$(wc -l <"$run/expected.txt")
@@ -87,7 +89,7 @@ cat <<PAGE
 ----------------------------------------------------------------------------------------------------
 What happened
   A Qwen3 model of 4 layers was made with random weights; its tokenizer was learned from
-  demo/data. It was fine-tuned on $total questions and a few longer conversations, whole conversations
+  $data. It was fine-tuned on $total questions and a few longer conversations, whole conversations
   packed side by side. The loss went from $(printf %.2f "$first") to $(printf %.4f "$last").
   Build $((built - started)) s, training $((trained - built)) s, all of it $((SECONDS - started)) s.
 
@@ -97,7 +99,7 @@ $(lies "$run/trained/" "the model after; other programs read it as it is")
 $(lies "$run/trained/loss_curve.svg" "the loss, for a browser")
 $(lies "$run/trained/trainer_log.jsonl" "one line for each logged step; runs/ is for TensorBoard")
 $(lies "$run/trained/ithaca_config.yaml" "every key of the run, resolved")
-$(lies "demo/train.yaml, demo/data/" "what the run was asked for, and its data")
+$(lies "demo/train.yaml, $data/" "what the run was asked for, and its data")
 
 What to do next
   talk with the model     $ithaca chat $run/trained
