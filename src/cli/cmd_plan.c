@@ -34,6 +34,26 @@ static ith_status on_this_machine(ith_trainer *t, ith_buf *out)
     return ITH_OK;
 }
 
+/* The longest sequence for what is here, and for the memory of common devices. */
+static ith_status longest(ith_trainer *t, ith_buf *out)
+{
+    static const double sizes[] = {24, 40, 80, 141};
+    int64_t tokens = 0, limit = t->config->memory_limit, total = 0;
+    if (limit == ITH_CONFIG_UNSET)
+        ITH_TRY(t->session.ctx.device->memory(t->session.ctx.device, &limit, &total,
+                                              t->session.ctx.err));
+    ITH_TRY(ith_step_longest(t->step, limit, &tokens));
+    char bytes[32];
+    ith_buf_printf(out, "longest sequence: %lld tokens in the %s that may be used here;",
+                   (long long)tokens, ith_format_bytes(limit, bytes, sizeof bytes));
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) { /* 97 % of the named GB */
+        ITH_TRY(ith_step_longest(t->step, (int64_t)(sizes[i] * 0.97e9), &tokens));
+        ith_buf_printf(out, "%s %lld in %.0f GB", i ? "," : "", (long long)tokens, sizes[i]);
+    }
+    ith_buf_puts(out, "\n");
+    return ITH_OK;
+}
+
 static ith_status plan(const ith_config *config, ith_error *err)
 {
     ith_trainer t;
@@ -54,7 +74,10 @@ static ith_status plan(const ith_config *config, ith_error *err)
                        (long long)t.total_steps);
         ith_memory_table(&t, &out);
         ith_buf_puts(&out, "\n");
-        status = on_this_machine(&t, &out);
+        if (status == ITH_OK)
+            status = longest(&t, &out);
+        if (status == ITH_OK)
+            status = on_this_machine(&t, &out);
         ith_trainer_close(&t);
     }
     if (status == ITH_OK)

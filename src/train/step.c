@@ -10,6 +10,8 @@ typedef ith_tensor T;
 #define DEFAULT_CHUNK_ROWS 2048
 /* Rows of a dense MLP at a time: enough for full speed, little memory beside long sequences. */
 #define MLP_TILE_ROWS 16384
+#define GIB ((double)(1 << 30))
+#define MAX_TOKENS ((int64_t)1 << 25) /* of the search for the longest sequence */
 #define RESERVE_PERCENT 3 /* of the free device memory is left alone when no limit is given */
 
 static ith_status push_1d(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
@@ -183,20 +185,67 @@ static ith_status choose_keep(ith_step *s, int64_t limit)
     return bytes_of(s, 0, fits ? n : 0, &n);
 }
 
-static ith_status plan_step(ith_step *s)
+/* Bytes the plan may use: the config's limit, else what is free less a reserve. */
+static ith_status limit_of(ith_step *s, int64_t *limit)
 {
-    int64_t layers = s->model->config->num_hidden_layers, limit = s->config.memory_limit, total = 0,
-            unused = 0;
-    if (limit <= 0) {
-        ITH_TRY(s->ctx->device->memory(s->ctx->device, &limit, &total, s->ctx->err));
-        limit -= limit / 100 * RESERVE_PERCENT;
+    int64_t total = 0;
+    *limit = s->config.memory_limit;
+    if (*limit > 0)
+        return ITH_OK;
+    ITH_TRY(s->ctx->device->memory(s->ctx->device, limit, &total, s->ctx->err));
+    *limit -= *limit / 100 * RESERVE_PERCENT;
+    return ITH_OK;
+}
+
+/* The step as it is, for one document of `tokens`, every row labelled. */
+static ith_status bytes_for_tokens(ith_step *s, int64_t tokens, int64_t *out)
+{
+    ith_step_config *c = &s->config;
+    c->max_tokens = c->max_labels = c->max_doc_tokens = tokens;
+    c->max_docs = 1;
+    s->model->max_positions = tokens;
+    return bytes_of(s, 0, 0, out);
+}
+
+ith_status ith_step_longest(const ith_step *step, int64_t limit, int64_t *out)
+{
+    ith_step s = *step;
+    int64_t positions = s.model->max_positions, low = 0, high = MAX_TOKENS, bytes = 0;
+    while (low < high) {
+        int64_t mid = low + (high - low + 1) / 2;
+        ITH_TRY(bytes_for_tokens(&s, mid, &bytes));
+        if (bytes <= limit)
+            low = mid;
+        else
+            high = mid - 1;
     }
+    s.model->max_positions = positions;
+    *out = low;
+    return ITH_OK;
+}
+
+static ith_status refuse_too_large(ith_step *s, int64_t limit)
+{
+    int64_t longest = 0, needed = ith_plan_total(s->ctx->plan);
+    ITH_TRY(ith_step_longest(s, limit, &longest));
+    return ith_fail(s->ctx->err, ITH_ERR_MEMORY,
+                    "%s: a micro-batch of %lld tokens needs %.2f GiB, %.2f GiB may be used; one "
+                    "sequence of %lld tokens fits (cutoff_len, micro_batch_size; master_dtype "
+                    "bfloat16 needs less)",
+                    s->ctx->device->name, (long long)s->config.max_tokens, (double)needed / GIB,
+                    (double)limit / GIB, (long long)longest);
+}
+
+static ith_status plan_step(ith_step *s, bool plan_only)
+{
+    int64_t layers = s->model->config->num_hidden_layers, limit = 0, unused = 0;
+    ITH_TRY(limit_of(s, &limit));
     if (s->config.keep >= 0)
         ITH_TRY(bytes_of(s, s->config.keep == ITH_KEEP_ALL ? layers : 0,
                          s->config.keep == ITH_KEEP_ATTENTION ? layers : 0, &unused));
     else
         ITH_TRY(choose_keep(s, limit));
-    return ITH_OK;
+    return plan_only || ith_plan_total(s->ctx->plan) <= limit ? ITH_OK : refuse_too_large(s, limit);
 }
 
 ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
@@ -214,7 +263,7 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
     if (s->config.chunk_rows <= 0)
         s->config.chunk_rows = DEFAULT_CHUNK_ROWS;
     s->config.chunk_rows = ith_min_i64(s->config.chunk_rows, ith_max_i64(config->max_labels, 1));
-    ITH_TRY_OUT(plan_step(s));
+    ITH_TRY_OUT(plan_step(s, plan_only));
     if (!plan_only) {
         ITH_TRY_OUT(ith_plan_commit(ctx->plan, ctx->err));
         ITH_TRY_OUT(place_all(s));
