@@ -92,7 +92,8 @@ void ith_samples_drop_report(const ith_samples *s, ith_buf *out)
         ith_buf_printf(out, "%" PRId64, drop->count);
         if (of_rows || of_samples)
             ith_buf_printf(out, " of %" PRId64, of_rows ? s->num_rows : s->num_candidates);
-        ith_buf_printf(out, " %s%s dropped: %s", unit, drop->count == 1 ? "" : "s",
+        int64_t plural = of_rows ? s->num_rows : of_samples ? s->num_candidates : drop->count;
+        ith_buf_printf(out, " %s%s dropped: %s", unit, plural == 1 ? "" : "s",
                        ith_drop_text((ith_drop)k));
         ith_buf_printf(out, " (first: %s%s%s)\n", s->where[k] ? s->where[k] : "?",
                        drop->detail[0] ? ": " : "", drop->detail);
@@ -106,11 +107,12 @@ static ith_status fail_empty(const ith_samples *s, const char *path, ith_error *
     ith_samples_drop_report(s, &report);
     while (report.len && report.data[report.len - 1] == '\n')
         report.data[--report.len] = '\0';
+    ith_buf line = {0};
     for (int64_t i = 0; i < report.len; i++)
-        if (report.data[i] == '\n')
-            report.data[i] = ';';
+        ith_buf_puts(&line, report.data[i] == '\n' ? "; " : (char[]){report.data[i], '\0'});
     ith_fail(err, ITH_ERR_FORMAT, "%s: no sample is left: %s", path,
-             report.len ? report.data : "size or weight choose none");
+             line.len ? line.data : "size or weight choose none");
+    ith_buf_deinit(&line);
     ith_buf_deinit(&report);
     return ITH_ERR_FORMAT;
 }
