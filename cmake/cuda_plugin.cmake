@@ -56,3 +56,7 @@ set_target_properties(ithaca_cuda PROPERTIES CUDA_RUNTIME_LIBRARY None)
 set_target_properties(ithaca_cuda PROPERTIES LINKER_LANGUAGE CUDA)
 install(TARGETS ithaca_cuda LIBRARY DESTINATION lib/ithaca)
 ith_summary("CUDA plug-in: in (${CMAKE_CUDA_COMPILER_VERSION}, sm_${ITH_CUDA_ARCH})")
+
+add_executable(bench_cuda EXCLUDE_FROM_ALL bench/bench_cuda.c)
+target_link_libraries(bench_cuda PRIVATE ith_kernels)
+add_dependencies(bench_cuda ithaca_cuda)

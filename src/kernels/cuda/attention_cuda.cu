@@ -182,7 +182,9 @@ static bool backward_is_plain(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_te
            !fits_cudnn(dq) || !fits_cudnn(dk) || !fits_cudnn(dv);
 }
 
-/* cuDNN wants packed gradients without gaps; a strided one is made here and copied. */
+/* The packed backward engine takes one set of offsets for a tensor, its gradient and its gradient
+ * per query head: rows with gaps between them read and write elsewhere (seen with 9.19: illegal
+ * addresses). Strided tensors are therefore copied, on the way in or out. */
 static int64_t gap_bytes(ith_tensor t)
 {
     return ith_is_contiguous(t) ? 0 : ith_round_up(ith_tensor_bytes(t), 256);
@@ -198,8 +200,10 @@ static int64_t attention_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_ten
     if (q.shape[0] == 0 || backward_is_plain(ctx, dq, dk, dv, do_, q, k, v, o, seqs))
         return delta;
     int64_t heads = ith_round_up(ith_mul_bytes((q.shape[0] + 128) * q.shape[1] * q.shape[2], 2), 256);
-    return delta + 4 * heads /* f32 dq, and dk and dv of every query head */ + gap_bytes(dq) +
-           gap_bytes(dk) + gap_bytes(dv) + offsets_bytes(most_docs(seqs)) + LIBRARY_SLACK_BYTES;
+    int64_t gaps = gap_bytes(q) + gap_bytes(k) + gap_bytes(v) + gap_bytes(o) + gap_bytes(do_) +
+                   gap_bytes(dq) + gap_bytes(dk) + gap_bytes(dv);
+    return delta + 4 * heads /* f32 dq, and dk and dv of every query head */ + gaps +
+           offsets_bytes(most_docs(seqs)) + LIBRARY_SLACK_BYTES;
 }
 
 /* t itself, or a dense one of its shape in scratch. */
@@ -211,9 +215,17 @@ static ith_tensor dense_of(ith_carve *scratch, ith_tensor t)
                          t.shape[1], t.shape[2]);
 }
 
-static ith_status copy_back(ith_ctx *ctx, ith_tensor to, ith_tensor from)
+static void copy_between(ith_ctx *ctx, ith_tensor to, ith_tensor from)
 {
-    return to.data == from.data ? ITH_OK : ctx->backend->cast.run(ctx, to, from);
+    if (to.data != from.data)
+        ith_cuda_copy_heads(ith_cuda_stream(ctx), to, from);
+}
+
+static void make_dense(ith_ctx *ctx, ith_carve *scratch, ith_tensor *t)
+{
+    ith_tensor dense = dense_of(scratch, *t);
+    copy_between(ctx, dense, *t);
+    *t = dense;
 }
 
 static ith_status attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
@@ -230,6 +242,13 @@ static ith_status attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
                                             causal, (float *)delta);
     way how = way_of(q, k, v, o, seqs);
     bool packed = how == WAY_PACKED;
+    if (packed) {
+        make_dense(ctx, &scratch, &q);
+        make_dense(ctx, &scratch, &k);
+        make_dense(ctx, &scratch, &v);
+        make_dense(ctx, &scratch, &o);
+        make_dense(ctx, &scratch, &do_);
+    }
     ith_tensor dq_to = packed ? dense_of(&scratch, dq) : dq;
     ith_tensor dk_to = packed ? dense_of(&scratch, dk) : dk;
     ith_tensor dv_to = packed ? dense_of(&scratch, dv) : dv;
@@ -259,9 +278,10 @@ static ith_status attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
     }
     add_offsets(ctx, &scratch, plan, seqs, data);
     ITH_TRY(run_plan(ctx, &scratch, plan, data, scale, q));
-    ITH_TRY(copy_back(ctx, dq, dq_to));
-    ITH_TRY(copy_back(ctx, dk, dk_to));
-    return copy_back(ctx, dv, dv_to);
+    copy_between(ctx, dq, dq_to);
+    copy_between(ctx, dk, dk_to);
+    copy_between(ctx, dv, dv_to);
+    return ITH_CUDA_LAUNCHED(ctx, dq);
 }
 
 void ith_cuda_fill_attention(struct ith_backend *b)

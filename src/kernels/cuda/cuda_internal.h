@@ -30,6 +30,8 @@ typedef struct {
     cudnnHandle_t dnn;
     ith_matmul_cache *matmuls;
     ith_sdpa_cache *sdpas;
+    cudaEvent_t *stamps; /* made as they are asked for: profiling only */
+    int64_t num_stamps, cap_stamps;
 } ith_cuda;
 
 /* Blocks that fill an H200 (132 multiprocessors) at full occupancy. A constant, not read off the
@@ -126,6 +128,12 @@ typedef struct {
 } ith_bucket_sort;
 int64_t ith_bucket_sort_workspace_bytes(int64_t n, int64_t num_buckets);
 void ith_bucket_sort_launch(cudaStream_t stream, const ith_bucket_sort *p, void *scratch);
+
+/* to = from, [T,H,Dh] of 16-byte aligned heads, any strides. */
+void ith_cuda_copy_heads(cudaStream_t stream, ith_tensor to, ith_tensor from);
+/* dw[d] += sum over teams of partial[team][d], in order of the team. */
+void ith_cuda_add_columns(cudaStream_t stream, float *dw, const float *partial, int64_t teams,
+                          int64_t width);
 
 /* ---- tables of run and workspace functions, one per file --------------------------------------- */
 void ith_cuda_fill_rows(struct ith_backend *b);      /* embedding, gather, scatter, add, cast, zero */

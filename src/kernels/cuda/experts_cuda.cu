@@ -166,6 +166,57 @@ static ith_status router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor d
     return ITH_CUDA_LAUNCHED(ctx, dlogits);
 }
 
+/* ---- load ------------------------------------------------------------------------------------------ */
+
+enum { LOAD_BLOCKS = ITH_CUDA_SMS };
+
+/* partial[block][e]: sum over the block's own rows, in order. */
+__global__ void load_parts(double *__restrict__ partial, const float *__restrict__ probs,
+                           int64_t rows, int experts, int64_t prob_row)
+{
+    for (int e = (int)threadIdx.x; e < experts; e += (int)blockDim.x) {
+        double sum = 0;
+        for (int64_t t = blockIdx.x; t < rows; t += gridDim.x)
+            sum += (double)probs[t * prob_row + e];
+        partial[(int64_t)blockIdx.x * experts + e] = sum;
+    }
+}
+
+__global__ void load_sums(float *fraction, float *mean_prob, const int32_t *__restrict__ offsets,
+                          const double *__restrict__ partial, int blocks, int experts, float scale)
+{
+    int e = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (e >= experts)
+        return;
+    double sum = 0;
+    for (int i = 0; i < blocks; i++)
+        sum += partial[(int64_t)i * experts + e];
+    fraction[e] += scale * (float)(offsets[e + 1] - offsets[e]);
+    mean_prob[e] += (float)((double)scale * sum);
+}
+
+static int64_t expert_load_workspace(ith_ctx *ctx, ith_tensor fraction, ith_tensor mean_prob,
+                                     ith_tensor offsets, ith_tensor probs, float scale)
+{
+    (void)ctx, (void)fraction, (void)mean_prob, (void)offsets, (void)scale;
+    return ith_mul_bytes(LOAD_BLOCKS * probs.shape[1], (int64_t)sizeof(double));
+}
+
+static ith_status expert_load(ith_ctx *ctx, ith_tensor fraction, ith_tensor mean_prob,
+                              ith_tensor offsets, ith_tensor probs, float scale)
+{
+    int experts = (int)probs.shape[1];
+    double *partial = (double *)ctx->scratch;
+    if (experts == 0)
+        return ITH_OK;
+    load_parts<<<LOAD_BLOCKS, 256, 0, ith_cuda_stream(ctx)>>>(
+        partial, (const float *)probs.data, probs.shape[0], experts, probs.stride[0]);
+    load_sums<<<grid_of(experts, 128, 1 << 16), 128, 0, ith_cuda_stream(ctx)>>>(
+        (float *)fraction.data, (float *)mean_prob.data, (const int32_t *)offsets.data, partial,
+        LOAD_BLOCKS, experts, scale);
+    return ITH_CUDA_LAUNCHED(ctx, probs);
+}
+
 /* ---- sort ----------------------------------------------------------------------------------------- */
 
 __global__ void divide(int32_t *x, int64_t n, int32_t by)
@@ -315,6 +366,8 @@ void ith_cuda_fill_experts(struct ith_backend *b)
 {
     b->router_forward.run = router_forward;
     b->router_backward.run = router_backward;
+    b->expert_load.run = expert_load;
+    b->expert_load.workspace = expert_load_workspace;
     b->expert_sort.run = expert_sort;
     b->expert_sort.workspace = expert_sort_workspace;
     b->expert_combine.run = expert_combine;

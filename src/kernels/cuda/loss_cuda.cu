@@ -13,6 +13,12 @@ struct running {
     float max, sum;
 };
 
+/* f32 logits get the exact exponential; bf16 ones cannot tell it from the fast one. */
+template <typename T> __device__ __forceinline__ float exp_of(float x)
+{
+    return sizeof(T) == 2 ? __expf(x) : expf(x);
+}
+
 __device__ __forceinline__ running join(running a, running b)
 {
     float max = fmaxf(a.max, b.max);
@@ -53,12 +59,12 @@ __global__ void __launch_bounds__(ROW_THREADS)
         for (int i = 1; i < N; i++)
             top = fmaxf(top, x[i]);
         if (top > r.max) {
-            r.sum *= expf(r.max - top);
+            r.sum *= exp_of<T>(r.max - top);
             r.max = top;
         }
 #pragma unroll
         for (int i = 0; i < N; i++)
-            r.sum += x[i] == -INFINITY ? 0.0f : expf(x[i] - r.max);
+            r.sum += x[i] == -INFINITY ? 0.0f : exp_of<T>(x[i] - r.max);
     }
     r = join_block(r);
     float lse = r.max + logf(r.sum);
@@ -68,13 +74,15 @@ __global__ void __launch_bounds__(ROW_THREADS)
         return;
     __syncthreads(); /* the label's logit is read before it becomes a gradient */
     float seed = seeds[row];
-    for (int64_t j = threadIdx.x * N; j < words; j += ROW_THREADS * N) {
+    /* Backwards: what was read last is still in L2. */
+    int64_t pieces = words / N;
+    for (int64_t n = pieces - 1 - threadIdx.x; n >= 0; n -= ROW_THREADS) {
         float x[N];
-        load_any<T, N>(x, at + j);
+        load_any<T, N>(x, at + n * N);
 #pragma unroll
         for (int i = 0; i < N; i++)
-            x[i] = (expf(x[i] - lse) - (j + i == label ? 1.0f : 0.0f)) * seed;
-        store_f32<T, N>(at + j, x);
+            x[i] = (exp_of<T>(x[i] - lse) - (n * N + i == label ? 1.0f : 0.0f)) * seed;
+        store_f32<T, N>(at + n * N, x);
     }
 }
 

@@ -2,11 +2,11 @@
  *
  * One team of TEAM threads owns a row and keeps it in registers (ITEMS pieces of N elements each),
  * so each element is read once. Forward moves 2 to 4 rows of 2D bytes per token, backward 3 to 4.
- * dw: a team sums the rows it owns in registers; the column sums of all teams are then added in
- * order of the team, so the bits do not vary. The number of teams is a constant. */
+ * dw: a team sums the rows it owns in registers; the column sums of all blocks are then added in
+ * order of the block, so the bits do not vary. The most blocks are a constant. */
 #include "kernels/cuda/common.cuh"
 
-enum { TEAMS = ITH_CUDA_SMS * 8 };
+enum { BLOCKS = ITH_CUDA_SMS * 4 };
 
 struct norm_args {
     int64_t rows, width;
@@ -76,6 +76,7 @@ struct norm_back_args {
     float w_offset;
 };
 
+/* Rows stay in registers as they were read; a team's columns of dw, too. */
 template <typename T, int N, int ITEMS, int TEAM>
 __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM)
     backward(norm_back_args a, T *dx, float *__restrict__ partial, const T *dy, const T *dres,
@@ -84,29 +85,32 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM)
     int per_block = (int)blockDim.x / TEAM, lane = (int)threadIdx.x % TEAM;
     int64_t team = (int64_t)blockIdx.x * per_block + threadIdx.x / TEAM;
     int64_t teams = (int64_t)gridDim.x * per_block;
-    float dw[ITEMS][N];
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            dw[i][j] = 0;
+    float dw[ITEMS][N] = {};
     for (int64_t row = team; row < a.rows; row += teams) {
-        float h[ITEMS][N], xh[ITEMS][N], dot = 0, r = rstd[row];
+        vec<T, N> xs[ITEMS], gs[ITEMS], through[ITEMS];
+        float dot = 0, r = rstd[row];
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int64_t d = (int64_t)(i * TEAM + lane) * N;
+            if (d < a.width) {
+                xs[i] = *reinterpret_cast<const vec<T, N> *>(x + row * a.x + d);
+                gs[i] = *reinterpret_cast<const vec<T, N> *>(dy + row * a.dy + d);
+                if (dres)
+                    through[i] = *reinterpret_cast<const vec<T, N> *>(dres + row * a.dres + d);
+            }
+        }
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             int64_t d = (int64_t)(i * TEAM + lane) * N;
             if (d >= a.width)
-                break;
+                continue;
             float f[N];
-            load_any<T, N>(h[i], dy + row * a.dy + d);
-            load_f32<T, N>(xh[i], x + row * a.x + d);
             load_f32<T, N>(f, w + d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                xh[i][j] *= r;
-                dw[i][j] += h[i][j] * xh[i][j];
-                h[i][j] *= a.w_offset + f[j];
-                dot += h[i][j] * xh[i][j];
+                float xh = to_f32(xs[i].v[j]) * r, g = to_f32(gs[i].v[j]);
+                dw[i][j] += g * xh;
+                dot += g * (a.w_offset + f[j]) * xh;
             }
         }
         float mean = team_sum<TEAM>(dot) / (float)a.width;
@@ -114,23 +118,37 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM)
         for (int i = 0; i < ITEMS; i++) {
             int64_t d = (int64_t)(i * TEAM + lane) * N;
             if (d >= a.width)
-                break;
-            float g[N];
-            if (dres)
-                load_any<T, N>(g, dres + row * a.dres + d);
+                continue;
+            float f[N];
+            load_f32<T, N>(f, w + d);
 #pragma unroll
-            for (int j = 0; j < N; j++)
-                g[j] = r * (h[i][j] - xh[i][j] * mean) + (dres ? g[j] : 0.0f);
-            store_f32<T, N>(dx + row * a.dx + d, g);
+            for (int j = 0; j < N; j++) {
+                float xh = to_f32(xs[i].v[j]) * r, h = to_f32(gs[i].v[j]) * (a.w_offset + f[j]);
+                f[j] = r * (h - xh * mean) + (dres ? to_f32(through[i].v[j]) : 0.0f);
+            }
+            store_f32<T, N>(dx + row * a.dx + d, f);
         }
     }
     if (!partial)
         return;
+    if constexpr (TEAM == 32) { /* the block's warps, joined in order */
+        __shared__ __align__(32) float joined[4 * 32 * ITEMS * N];
+        float *own = joined + threadIdx.x / 32 * (32 * ITEMS * N);
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        int64_t d = (int64_t)(i * TEAM + lane) * N;
-        if (d < a.width)
-            store_f32<float, N>(partial + team * a.width + d, dw[i]);
+        for (int i = 0; i < ITEMS; i++)
+            store_f32<float, N>(own + (i * 32 + lane) * N, dw[i]);
+        __syncthreads();
+        for (int64_t d = threadIdx.x; d < a.width; d += 128)
+            partial[blockIdx.x * a.width + d] = joined[d] + joined[32 * ITEMS * N + d] +
+                                                joined[2 * 32 * ITEMS * N + d] +
+                                                joined[3 * 32 * ITEMS * N + d];
+    } else {
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int64_t d = (int64_t)(i * TEAM + lane) * N;
+            if (d < a.width)
+                store_f32<float, N>(partial + team * a.width + d, dw[i]);
+        }
     }
 }
 
@@ -142,6 +160,7 @@ __global__ void add_columns(float *__restrict__ dw, const float *__restrict__ pa
     int64_t d = (int64_t)blockIdx.x * 32 + threadIdx.x;
     float sum = 0;
     if (d < width)
+#pragma unroll 8
         for (int64_t t = threadIdx.y; t < teams; t += 32)
             sum += partial[t * width + d];
     part[threadIdx.y][threadIdx.x] = sum;
@@ -213,7 +232,7 @@ static int64_t rmsnorm_backward_workspace(ith_ctx *ctx, ith_tensor dx, ith_tenso
                                           ith_tensor w, float w_offset)
 {
     (void)ctx, (void)dx, (void)dy, (void)dres, (void)rstd, (void)w, (void)w_offset;
-    return is_absent(dw) ? 0 : ith_mul_bytes(TEAMS * x.shape[1], 4);
+    return is_absent(dw) ? 0 : ith_mul_bytes(BLOCKS * x.shape[1], 4);
 }
 
 static ith_status rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_tensor dy,
@@ -232,8 +251,8 @@ static ith_status rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, i
 #define LAUNCH(T, N, ITEMS, TEAM)                                                                  \
     do {                                                                                           \
         int64_t per_block = TEAM == 32 ? 4 : 1;                                                    \
-        int64_t blocks = ith_min_i64(ith_div_ceil(a.rows, per_block), TEAMS / per_block);          \
-        teams = blocks * per_block;                                                                \
+        int64_t blocks = ith_min_i64(ith_div_ceil(a.rows, per_block), BLOCKS);                     \
+        teams = blocks;                                                                            \
         backward<T, N, ITEMS, TEAM>                                                                \
             <<<(unsigned)blocks, TEAM == 32 ? 128 : TEAM, 0, ith_cuda_stream(ctx)>>>(              \
                 a, (T *)dx.data, partial, (const T *)dy.data, (const T *)dres.data,                \

@@ -2,11 +2,12 @@
  *
  * A group of lanes (a power of two, up to a warp) owns one head vector, in pieces of N elements;
  * the partner of element i, i + half, is exchanged through shared memory, so in-place calls are
- * safe: a group has read its vector before it writes. Backward sums the norm's weight gradient as
- * rmsnorm does: per group in registers, then over groups in order. */
+ * safe: a group has read its vectors before it writes. Where vectors are short a group takes several
+ * heads of one token, for more reads in flight. Backward sums the norm's weight gradient as rmsnorm
+ * does: in registers, over the block's groups, over blocks, in order. */
 #include "kernels/cuda/common.cuh"
 
-enum { THREADS = 128, WARPS = THREADS / 32, MAX_DIM = 512, BLOCKS = ITH_CUDA_SMS * 8 };
+enum { THREADS = 128, MAX_DIM = 512, BLOCKS = ITH_CUDA_SMS * 8 };
 
 struct rope_args {
     int64_t tokens, heads, dim, half;
@@ -16,106 +17,153 @@ struct rope_args {
     float eps, w_offset;
 };
 
-/* cos and sin of frequencies i .. i+N-1 at token t. With three axes each frequency has its own row. */
+/* cos and sin of the pairs that elements d .. d+N-1 belong to, at token t; 1 and 0 past the rotated
+ * ones. With three axes each frequency has its own row. */
 template <typename T, int N>
 __device__ __forceinline__ void angles(const rope_args &a, float (&c)[N], float (&s)[N], int64_t t,
-                                       int i, const T *cos, const T *sin, const int32_t *ids)
+                                       int d, const T *cos, const T *sin, const int32_t *ids)
 {
-    if (a.axis_stride == 0) {
+    int half = (int)a.half, i = d < half ? d : d - half;
+    if (d >= 2 * half) {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            c[j] = 1;
+            s[j] = 0;
+        }
+    } else if (a.axis_stride == 0) {
         int64_t p = ids[t];
         load_f32<T, N>(c, cos + p * a.cos_row + i);
         load_f32<T, N>(s, sin + p * a.sin_row + i);
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-        int64_t p = ids[(i + j) % 3 * a.axis_stride + t];
-        c[j] = to_f32(cos[p * a.cos_row + i + j]);
-        s[j] = to_f32(sin[p * a.sin_row + i + j]);
+        for (int j = 0; j < N; j++) {
+            int64_t p = ids[(i + j) % 3 * a.axis_stride + t];
+            c[j] = to_f32(cos[p * a.cos_row + i + j]);
+            s[j] = to_f32(sin[p * a.sin_row + i + j]);
+        }
     }
 }
 
-/* Elements d .. d+N-1 of the rotated (BACK: rotated back) vector u, which lies in shared memory. */
-template <typename T, int N, bool BACK>
-__device__ __forceinline__ void rotate(const rope_args &a, float (&out)[N], const float *u, int d,
-                                       int64_t t, const T *cos, const T *sin, const int32_t *ids)
+/* v, elements d .. d+N-1 of the vector u in shared memory, rotated (BACK: rotated back). */
+template <int N, bool BACK>
+__device__ __forceinline__ void rotate(const rope_args &a, float (&v)[N], const float *u, int d,
+                                       const float (&c)[N], const float (&s)[N])
 {
     int half = (int)a.half;
+    if (d >= 2 * half)
+        return;
     bool low = d < half;
-    int i = low ? d : d - half;
-    float sign = (low != BACK) ? -1.0f : 1.0f, c[N], s[N], other[N];
-    angles<T, N>(a, c, s, t, i, cos, sin, ids);
-    load_any<float, N>(out, u + d);
+    float sign = (low != BACK) ? -1.0f : 1.0f, other[N];
     load_any<float, N>(other, u + (low ? d + half : d - half));
 #pragma unroll
     for (int j = 0; j < N; j++)
-        out[j] = out[j] * c[j] + sign * other[j] * s[j];
+        v[j] = v[j] * c[j] + sign * other[j] * s[j];
 }
 
-template <typename T, int N, int ITEMS>
+/* A group's share: `HEADS` heads of one token, so that angles are read once. */
+struct share {
+    int64_t t;
+    int head; /* first one */
+    bool live;
+};
+
+template <int HEADS> __device__ __forceinline__ share share_at(const rope_args &a, uint32_t at)
+{
+    uint32_t per_token = ((uint32_t)a.heads + HEADS - 1) / HEADS;
+    share s;
+    s.live = at < (uint32_t)a.tokens * per_token;
+    uint32_t n = s.live ? at : 0, t = n / per_token;
+    s.t = t;
+    s.head = (int)(n - t * per_token) * HEADS;
+    return s;
+}
+
+template <typename T, int N, int ITEMS, int HEADS>
 __global__ void __launch_bounds__(THREADS)
     rope_forward(rope_args a, T *out, float *__restrict__ rstd, const T *x, const T *__restrict__ w,
                  const T *__restrict__ cos, const T *__restrict__ sin,
                  const int32_t *__restrict__ ids)
 {
     extern __shared__ __align__(32) float shared[];
-    int lane = (int)threadIdx.x % a.group, groups = THREADS / a.group;
-    float *u = shared + (threadIdx.x / a.group) * a.dim;
-    int64_t n = a.tokens * a.heads, step = (int64_t)gridDim.x * groups;
-    int64_t first = (int64_t)blockIdx.x * groups + threadIdx.x / a.group;
-    int64_t rounds = (n + step - 1) / step;
-    for (int64_t round = 0; round < rounds; round++) {
-        int64_t at = first + round * step;
-        bool live = at < n;
-        int64_t t = live ? at / a.heads : 0, h = live ? at - t * a.heads : 0;
-        float v[ITEMS][N], squares = 0;
+    int lane = (int)threadIdx.x % a.group, groups = THREADS / a.group, heads = (int)a.heads;
+    float *u = shared + (threadIdx.x / a.group) * a.dim * HEADS;
+    share at = share_at<HEADS>(a, blockIdx.x * groups + threadIdx.x / a.group);
+    float v[HEADS][ITEMS][N] = {}, c[ITEMS][N], s[ITEMS][N], f[ITEMS][N];
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            int d = (i * a.group + lane) * N;
-            if (d >= a.dim)
-                break;
-            load_any<T, N>(v[i], x + t * a.x_row + h * a.x_head + d);
+    for (int i = 0; i < ITEMS; i++) { /* all reads first */
+        int d = (i * a.group + lane) * N;
+        if (d >= a.dim)
+            continue;
+#pragma unroll
+        for (int h = 0; h < HEADS; h++)
+            if (at.head + h < heads)
+                load_any<T, N>(v[h][i], x + at.t * a.x_row + (at.head + h) * a.x_head + d);
+        angles<T, N>(a, c[i], s[i], at.t, d, cos, sin, ids);
+        if (w)
+            load_f32<T, N>(f[i], w + d);
+    }
+#pragma unroll
+    for (int h = 0; h < HEADS && w; h++) {
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++)
 #pragma unroll
             for (int j = 0; j < N; j++)
-                squares += v[i][j] * v[i][j];
-        }
-        float r = 1;
-        if (w) {
-            r = 1.0f / sqrtf(group_sum(squares, a.group) / (float)a.dim + a.eps);
-            if (live && lane == 0)
-                rstd[at] = r;
-        }
-        __syncwarp();
+                squares += v[h][i][j] * v[h][i][j];
+        float r = 1.0f / sqrtf(group_sum(squares, a.group) / (float)a.dim + a.eps);
+        if (at.live && lane == 0 && at.head + h < heads)
+            rstd[at.t * heads + at.head + h] = r;
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                v[h][i][j] = round_to<T>(a.w_offset == 0 ? round_to<T>(v[h][i][j] * r) * f[i][j]
+                                                         : v[h][i][j] * r * (a.w_offset + f[i][j]));
+    }
+#pragma unroll
+    for (int h = 0; h < HEADS; h++)
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             int d = (i * a.group + lane) * N;
-            if (d >= a.dim)
-                break;
-            if (w) {
-                float f[N];
-                load_f32<T, N>(f, w + d);
+            if (d < a.dim)
+                store_f32<float, N>(u + h * a.dim + d, v[h][i]);
+        }
+    __syncwarp();
 #pragma unroll
-                for (int j = 0; j < N; j++)
-                    v[i][j] = round_to<T>(a.w_offset == 0
-                                              ? round_to<T>(v[i][j] * r) * f[j]
-                                              : v[i][j] * r * (a.w_offset + f[j]));
+    for (int h = 0; h < HEADS; h++)
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++) {
+            int d = (i * a.group + lane) * N;
+            if (d < a.dim && at.live && at.head + h < heads) {
+                rotate<N, false>(a, v[h][i], u + h * a.dim, d, c[i], s[i]);
+                store_f32<T, N>(out + at.t * a.out_row + (at.head + h) * a.out_head + d, v[h][i]);
             }
-            store_f32<float, N>(u + d, v[i]);
         }
-        __syncwarp();
+}
+
+/* partial[block][d]: the sums of the block's groups, joined in order. */
+template <int N, int ITEMS>
+__device__ __forceinline__ void join_groups(const rope_args &a, float *partial, float *shared,
+                                            const float (&dw)[ITEMS][N])
+{
+    int lane = (int)threadIdx.x % a.group, groups = THREADS / a.group;
+    __syncthreads();
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            int d = (i * a.group + lane) * N;
-            if (d >= a.dim || !live)
-                break;
-            if (d < 2 * a.half)
-                rotate<T, N, false>(a, v[i], u, d, t, cos, sin, ids);
-            store_f32<T, N>(out + t * a.out_row + h * a.out_head + d, v[i]);
-        }
+    for (int i = 0; i < ITEMS; i++) {
+        int d = (i * a.group + lane) * N;
+        if (d < a.dim)
+            store_f32<float, N>(shared + threadIdx.x / a.group * a.dim + d, dw[i]);
+    }
+    __syncthreads();
+    for (int d = (int)threadIdx.x; d < a.dim; d += THREADS) {
+        float sum = 0;
+        for (int g = 0; g < groups; g++)
+            sum += shared[g * a.dim + d];
+        partial[blockIdx.x * a.dim + d] = sum;
     }
 }
 
-template <typename T, int N, int ITEMS>
+template <typename T, int N, int ITEMS, int HEADS>
 __global__ void __launch_bounds__(THREADS)
     rope_backward(rope_args a, T *dx, float *__restrict__ partial, const T *dy,
                   const T *__restrict__ x, const float *__restrict__ rstd,
@@ -123,77 +171,86 @@ __global__ void __launch_bounds__(THREADS)
                   const int32_t *__restrict__ ids)
 {
     extern __shared__ __align__(32) float shared[];
-    int lane = (int)threadIdx.x % a.group, groups = THREADS / a.group;
-    float *u = shared + (threadIdx.x / a.group) * a.dim;
-    int64_t n = a.tokens * a.heads, step = (int64_t)gridDim.x * groups;
-    int64_t first = (int64_t)blockIdx.x * groups + threadIdx.x / a.group;
-    int64_t rounds = (n + step - 1) / step;
-    float dw[ITEMS][N];
+    int lane = (int)threadIdx.x % a.group, groups = THREADS / a.group, heads = (int)a.heads;
+    float *u = shared + (threadIdx.x / a.group) * a.dim * HEADS;
+    uint32_t first = blockIdx.x * groups + threadIdx.x / a.group, step = gridDim.x * groups;
+    uint32_t n = (uint32_t)a.tokens * (((uint32_t)a.heads + HEADS - 1) / HEADS);
+    uint32_t rounds = (n + step - 1) / step;
+    float dw[ITEMS][N] = {}, f[ITEMS][N];
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++)
+    for (int i = 0; i < ITEMS; i++) {
+        int d = (i * a.group + lane) * N;
+        if (d < a.dim && w)
+            load_f32<T, N>(f[i], w + d);
+    }
+    for (uint32_t round = 0; round < rounds; round++) { /* all lanes stay for the shuffles */
+        share at = share_at<HEADS>(a, first + round * step);
+        float v[HEADS][ITEMS][N] = {}, xh[HEADS][ITEMS][N] = {}, c[ITEMS][N], s[ITEMS][N], r[HEADS];
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            dw[i][j] = 0;
-    for (int64_t round = 0; round < rounds; round++) {
-        int64_t at = first + round * step;
-        bool live = at < n;
-        int64_t t = live ? at / a.heads : 0, h = live ? at - t * a.heads : 0;
-        float v[ITEMS][N], xh[ITEMS][N], dot = 0, r = w && live ? rstd[at] : 1.0f;
-        __syncwarp();
+        for (int h = 0; h < HEADS; h++)
+            r[h] = w && at.live && at.head + h < heads ? rstd[at.t * heads + at.head + h] : 0.0f;
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             int d = (i * a.group + lane) * N;
             if (d >= a.dim)
-                break;
-            load_any<T, N>(v[i], dy + t * a.in_row + h * a.in_head + d);
-            store_f32<float, N>(u + d, v[i]);
+                continue;
+#pragma unroll
+            for (int h = 0; h < HEADS; h++) {
+                int64_t head = at.head + h;
+                if (head >= heads)
+                    continue;
+                load_any<T, N>(v[h][i], dy + at.t * a.in_row + head * a.in_head + d);
+                if (w)
+                    load_f32<T, N>(xh[h][i], x + at.t * a.x_row + head * a.x_head + d);
+            }
+            angles<T, N>(a, c[i], s[i], at.t, d, cos, sin, ids);
         }
+        __syncwarp(); /* the last round's reads of u are done */
+#pragma unroll
+        for (int h = 0; h < HEADS; h++)
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++) {
+                int d = (i * a.group + lane) * N;
+                if (d < a.dim)
+                    store_f32<float, N>(u + h * a.dim + d, v[h][i]);
+            }
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            int d = (i * a.group + lane) * N;
-            if (d >= a.dim || !live)
-                break;
-            if (d < 2 * a.half)
-                rotate<T, N, true>(a, v[i], u, d, t, cos, sin, ids);
-            if (!w)
-                continue;
-            float f[N];
-            load_f32<T, N>(xh[i], x + t * a.x_row + h * a.x_head + d);
-            load_f32<T, N>(f, w + d);
+        for (int h = 0; h < HEADS; h++) {
+            bool live = at.live && at.head + h < heads;
+            float dot = 0;
 #pragma unroll
-            for (int j = 0; j < N; j++) {
-                xh[i][j] *= r;
-                dw[i][j] += v[i][j] * xh[i][j];
-                v[i][j] *= a.w_offset + f[j];
-                dot += v[i][j] * xh[i][j];
+            for (int i = 0; i < ITEMS; i++) {
+                int d = (i * a.group + lane) * N;
+                if (d >= a.dim || !live)
+                    continue;
+                rotate<N, true>(a, v[h][i], u + h * a.dim, d, c[i], s[i]);
+                if (!w)
+                    continue;
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    xh[h][i][j] *= r[h];
+                    dw[i][j] += v[h][i][j] * xh[h][i][j];
+                    v[h][i][j] *= a.w_offset + f[i][j];
+                    dot += v[h][i][j] * xh[h][i][j];
+                }
             }
-        }
-        float mean = w ? group_sum(dot, a.group) / (float)a.dim : 0.0f;
+            float mean = w ? group_sum(dot, a.group) / (float)a.dim : 0.0f;
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            int d = (i * a.group + lane) * N;
-            if (d >= a.dim || !live)
-                break;
-            if (w)
+            for (int i = 0; i < ITEMS; i++) {
+                int d = (i * a.group + lane) * N;
+                if (d >= a.dim || !live)
+                    continue;
 #pragma unroll
                 for (int j = 0; j < N; j++)
-                    v[i][j] = r * (v[i][j] - xh[i][j] * mean);
-            store_f32<T, N>(dx + t * a.out_row + h * a.out_head + d, v[i]);
+                    v[h][i][j] = w ? r[h] * (v[h][i][j] - xh[h][i][j] * mean) : v[h][i][j];
+                store_f32<T, N>(dx + at.t * a.out_row + (at.head + h) * a.out_head + d, v[h][i]);
+            }
         }
     }
-    if (!partial)
-        return;
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++) {
-        int d = (i * a.group + lane) * N;
-        if (d < a.dim)
-            store_f32<float, N>(partial + first * a.dim + d, dw[i]);
-    }
+    if (partial)
+        join_groups<N, ITEMS>(a, partial, shared, dw);
 }
-
-void ith_cuda_add_columns(cudaStream_t stream, float *dw, const float *partial, int64_t teams,
-                          int64_t width);
 
 /* Pieces of WIDE elements when everything lies so, and no piece straddles a rotation's end. */
 static bool is_wide(ith_tensor out, ith_tensor in, ith_tensor x, ith_tensor w, ith_tensor cos,
@@ -233,14 +290,14 @@ static rope_args args_of(ith_tensor out, ith_tensor in, ith_tensor x, ith_tensor
     return a;
 }
 
-static unsigned blocks_of(const rope_args &a)
+static unsigned blocks_of(const rope_args &a, int heads, int64_t most)
 {
-    return grid_of(a.tokens * a.heads, THREADS / a.group, BLOCKS);
+    return grid_of(a.tokens * ith_div_ceil(a.heads, heads), THREADS / a.group, most);
 }
 
-static size_t shared_bytes(const rope_args &a)
+static size_t shared_bytes(const rope_args &a, int heads)
 {
-    return (size_t)(THREADS / a.group * a.dim) * sizeof(float);
+    return (size_t)(THREADS / a.group * a.dim * heads) * sizeof(float);
 }
 
 static ith_status check_dim(ith_ctx *ctx, ith_tensor x)
@@ -248,6 +305,7 @@ static ith_status check_dim(ith_ctx *ctx, ith_tensor x)
     if (x.shape[2] > MAX_DIM)
         return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED, "head_dim %lld; the most is %d",
                         (long long)x.shape[2], MAX_DIM);
+    ITH_ASSERT(x.shape[0] * x.shape[1] <= INT32_MAX);
     return ITH_OK;
 }
 
@@ -262,16 +320,19 @@ static ith_status forward_one(ith_ctx *ctx, ith_tensor out, ith_tensor rstd, ith
     ITH_TRY(check_dim(ctx, x));
     if (a.tokens == 0)
         return ITH_OK;
-#define LAUNCH(N, ITEMS)                                                                           \
-    rope_forward<T, N, ITEMS>                                                                      \
-        <<<blocks_of(a), THREADS, shared_bytes(a), ith_cuda_stream(ctx)>>>(                        \
+#define LAUNCH(N, ITEMS, HEADS)                                                                    \
+    rope_forward<T, N, ITEMS, HEADS>                                                               \
+        <<<blocks_of(a, HEADS, INT32_MAX), THREADS, shared_bytes(a, HEADS),                        \
+           ith_cuda_stream(ctx)>>>(                                                                \
             a, (T *)out.data, (float *)rstd.data, (const T *)x.data, (const T *)w.data,            \
             (const T *)cos.data, (const T *)sin.data, (const int32_t *)position_ids.data)
     ITH_BY_TYPE(x.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>, MAX_DIM / 32 / WIDE<T>);
+        if (wide && a.dim <= 32 * WIDE<T>)
+            LAUNCH(WIDE<T>, 1, 4);
+        else if (wide)
+            LAUNCH(WIDE<T>, MAX_DIM / 32 / WIDE<T>, 1);
         else
-            LAUNCH(1, MAX_DIM / 32);
+            LAUNCH(1, MAX_DIM / 32, 1);
     });
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, x);
@@ -288,21 +349,27 @@ static ith_status backward_one(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_t
     if (a.tokens == 0)
         return ITH_OK;
     float *partial = is_absent(dw) || is_absent(w) ? NULL : (float *)ctx->scratch;
-#define LAUNCH(N, ITEMS)                                                                           \
-    rope_backward<T, N, ITEMS><<<blocks_of(a), THREADS, shared_bytes(a), ith_cuda_stream(ctx)>>>(  \
-        a, (T *)dx.data, partial, (const T *)dy.data, (const T *)x.data,                           \
-        (const float *)rstd.data, (const T *)w.data, (const T *)cos.data, (const T *)sin.data,     \
-        (const int32_t *)position_ids.data)
+    unsigned blocks = 0;
+#define LAUNCH(N, ITEMS, HEADS)                                                                    \
+    do {                                                                                           \
+        blocks = blocks_of(a, HEADS, BLOCKS);                                                      \
+        rope_backward<T, N, ITEMS, HEADS>                                                          \
+            <<<blocks, THREADS, shared_bytes(a, HEADS), ith_cuda_stream(ctx)>>>(                   \
+                a, (T *)dx.data, partial, (const T *)dy.data, (const T *)x.data,                   \
+                (const float *)rstd.data, (const T *)w.data, (const T *)cos.data,                  \
+                (const T *)sin.data, (const int32_t *)position_ids.data);                          \
+    } while (0)
     ITH_BY_TYPE(x.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>, MAX_DIM / 32 / WIDE<T>);
+        if (wide && a.dim <= 32 * WIDE<T>)
+            LAUNCH(WIDE<T>, 1, 2);
+        else if (wide)
+            LAUNCH(WIDE<T>, MAX_DIM / 32 / WIDE<T>, 1);
         else
-            LAUNCH(1, MAX_DIM / 32);
+            LAUNCH(1, MAX_DIM / 32, 1);
     });
 #undef LAUNCH
     if (partial)
-        ith_cuda_add_columns(ith_cuda_stream(ctx), (float *)dw.data, partial,
-                             (int64_t)blocks_of(a) * (THREADS / a.group), a.dim);
+        ith_cuda_add_columns(ith_cuda_stream(ctx), (float *)dw.data, partial, blocks, a.dim);
     return ITH_CUDA_LAUNCHED(ctx, x);
 }
 
@@ -327,9 +394,7 @@ static int64_t qk_norm_rope_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_
     (void)k_rstd, (void)k_w, (void)cos, (void)sin, (void)position_ids, (void)w_offset;
     if (is_absent(dq_w) || is_absent(q_w))
         return 0;
-    int64_t dim = q.shape[2];
-    int64_t wide = THREADS / group_of(dim, 16 / ith_dtype_bytes(q.dtype));
-    return ith_mul_bytes(BLOCKS * ith_max_i64(wide, THREADS / group_of(dim, 1)) * dim, 4);
+    return ith_mul_bytes(BLOCKS * q.shape[2], 4);
 }
 
 static ith_status qk_norm_rope_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dq_w,

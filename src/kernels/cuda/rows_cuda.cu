@@ -5,23 +5,33 @@
  * per distinct id adds its rows in order of t: the same bits on every run. */
 #include "kernels/cuda/common.cuh"
 
-enum { THREADS = 256 };
+enum { THREADS = 256, AHEAD = 8 };
 
 /* ---- gather and scatter ------------------------------------------------------------------------ */
 
-/* dst[dst_idx[i] or i] = src[src_idx[i] or i], rows of `units` words of type W; strides in words. */
+/* dst[dst_idx[i] or i] = src[src_idx[i] or i], rows of `units` words of type W; strides in words. A
+ * block's y walks rows, so that no thread divides. */
 template <typename W>
 __global__ void copy_rows(W *__restrict__ dst, const W *__restrict__ src,
                           const int32_t *__restrict__ dst_idx, const int32_t *__restrict__ src_idx,
                           int64_t rows, int64_t units, int64_t dst_stride, int64_t src_stride)
 {
-    int64_t n = rows * units;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
-         i += (int64_t)gridDim.x * blockDim.x) {
-        int64_t row = i / units, unit = i - row * units;
-        int64_t to = dst_idx ? dst_idx[row] : row, from = src_idx ? src_idx[row] : row;
+    int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    if (row >= rows)
+        return;
+    int64_t to = dst_idx ? dst_idx[row] : row, from = src_idx ? src_idx[row] : row;
+#pragma unroll 4
+    for (int64_t unit = threadIdx.x; unit < units; unit += blockDim.x)
         dst[to * dst_stride + unit] = src[from * src_stride + unit];
-    }
+}
+
+/* Threads along a row, and rows per block. */
+static dim3 row_block(int64_t units)
+{
+    unsigned x = 1;
+    while (x < THREADS && x < units)
+        x *= 2;
+    return dim3(x, THREADS / x);
 }
 
 template <typename W>
@@ -30,9 +40,33 @@ static void launch_copy(ith_ctx *ctx, ith_tensor dst, ith_tensor src, const int3
 {
     int64_t size = ith_dtype_bytes(dst.dtype), per = (int64_t)sizeof(W);
     int64_t units = dst.shape[1] * size / per;
-    copy_rows<W><<<grid_of(rows * units, THREADS, 1 << 20), THREADS, 0, ith_cuda_stream(ctx)>>>(
+    dim3 block = row_block(units);
+    copy_rows<W><<<(unsigned)ith_div_ceil(rows, block.y), block, 0, ith_cuda_stream(ctx)>>>(
         (W *)dst.data, (const W *)src.data, dst_idx, src_idx, rows, units,
         dst.stride[0] * size / per, src.stride[0] * size / per);
+}
+
+__global__ void copy_heads(uint4 *__restrict__ to, const uint4 *__restrict__ from, int64_t rows,
+                           int64_t heads, int64_t units, int64_t to_row, int64_t to_head,
+                           int64_t from_row, int64_t from_head)
+{
+    int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
+    if (row >= rows)
+        return;
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < heads * units; i += blockDim.x) {
+        uint32_t h = (uint32_t)i / (uint32_t)units, u = (uint32_t)i - h * (uint32_t)units;
+        to[row * to_row + h * to_head + u] = from[row * from_row + h * from_head + u];
+    }
+}
+
+void ith_cuda_copy_heads(cudaStream_t stream, ith_tensor to, ith_tensor from)
+{
+    int64_t n = 16 / ith_dtype_bytes(to.dtype), units = to.shape[2] / n;
+    dim3 block = row_block(to.shape[1] * units);
+    copy_heads<<<(unsigned)ith_div_ceil(to.shape[0], block.y), block, 0, stream>>>(
+        (uint4 *)to.data, (const uint4 *)from.data, to.shape[0], to.shape[1], units,
+        to.stride[0] / n, to.stride[1] / n, from.stride[0] / n, from.stride[1] / n);
 }
 
 static ith_status copy_by_index(ith_ctx *ctx, ith_tensor dst, ith_tensor src,
@@ -229,12 +263,23 @@ __global__ void add_runs(float *__restrict__ dw, const T *__restrict__ dy,
         float *out = dw + id * dw_stride + d;
         float sum[N];
         load_any<float, N>(sum, out);
-        for (int64_t i = first; i < n && ids[i] == id; i++) {
-            float x[N];
-            load_f32<T, N>(x, dy + tokens[i] * dy_stride + d);
+        bool more = true;
+        for (int64_t i = first; more; i += AHEAD) { /* reads first, sums in order after them */
+            float x[AHEAD][N];
+            bool in[AHEAD];
 #pragma unroll
-            for (int j = 0; j < N; j++)
-                sum[j] += x[j];
+            for (int a = 0; a < AHEAD; a++) {
+                in[a] = i + a < n && ids[i + a] == id;
+                if (in[a])
+                    load_f32<T, N>(x[a], dy + tokens[i + a] * dy_stride + d);
+            }
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++)
+                if (in[a])
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        sum[j] += x[a][j];
+            more = in[AHEAD - 1];
         }
         store_f32<float, N>(out, sum);
     }

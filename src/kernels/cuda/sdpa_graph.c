@@ -176,9 +176,7 @@ static desc row_tensor(graph *g, int64_t name)
 {
     const ith_sdpa_key *k = g->key;
     return tensor(g, name, CUDNN_DATA_FLOAT, (four){{k->batch, k->heads_q, k->seq, 1}},
-                  k->packed ? (four){{k->seq * k->heads_q, 1, k->heads_q, 1}}
-                            : (four){{k->seq * k->heads_q, k->seq, 1, 1}},
-                  ragged_of(g, k->heads_q));
+                  (four){{k->seq * k->heads_q, 1, k->heads_q, 1}}, ragged_of(g, k->heads_q));
 }
 
 static desc lengths_of(graph *g)
