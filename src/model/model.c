@@ -157,89 +157,114 @@ ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training)
     return fill_rope(model, ctx);
 }
 
-/* Finds the file tensor of a piece: its own name, or the expert's slice of a fused tensor. *first:
- * element offset in it; *transposed: the fused tensor has the two inner dimensions swapped. */
-static ith_status find_source(const ith_hf_piece *piece, const ith_st_reader *reader,
-                              const ith_st_entry **out, int64_t *first, bool *transposed,
-                              ith_error *err)
+/* Fused experts of one layer: gate_up [E,2I,D] and down [E,D,I], or both with the last two
+ * dimensions swapped. Of a square tensor the other one tells which. */
+static ith_status is_swapped(const ith_hf_piece *piece, bool down, const ith_st_entry *fused,
+                             const ith_st_entry *other, bool *out, ith_error *err)
 {
-    *first = 0;
-    *transposed = false;
-    *out = ith_st_find(reader, piece->hf_name);
-    if (*out) {
-        const ith_st_entry *unused = NULL;
-        return ith_st_need(reader, piece->hf_name, piece->ndim, piece->shape, NULL, &unused, err);
+    int64_t rows = piece->shape[0], cols = piece->shape[1], all_rows = down ? rows : 2 * rows;
+    bool straight = fused->ndim == 3 && fused->shape[1] == all_rows && fused->shape[2] == cols;
+    bool swapped = fused->ndim == 3 && fused->shape[1] == cols && fused->shape[2] == all_rows;
+    if (!straight && !swapped) {
+        char text[96];
+        return ith_fail(err, ITH_ERR_FORMAT, "%s: shape %s, expected [num_experts, %lld, %lld]",
+                        fused->name, ith_st_text(fused, text, sizeof text), (long long)all_rows,
+                        (long long)cols);
     }
-    const char *experts = strstr(piece->hf_name, ".mlp.experts."),
-               *proj = experts ? strrchr(experts, '.') : NULL;
-    if (!experts || strcmp(proj, ".weight") != 0)
-        return ith_st_need(reader, piece->hf_name, piece->ndim, piece->shape, NULL, out, err);
-    char name[256];
+    *out = !straight;
+    if (straight && swapped && other && other->ndim == 3)
+        /* gate_up: D columns, down: I columns; swapped ones end with 2I and D */
+        *out = other->shape[2] == (down ? 2 * cols : cols);
+    return ITH_OK;
+}
+
+static ith_status find_fused(const ith_hf_piece *piece, const char *experts,
+                             const ith_st_reader *reader, ith_piece_source *out, ith_error *err)
+{
+    char name[256], other[256];
     long long expert = strtoll(experts + strlen(".mlp.experts."), NULL, 10);
     bool down = strstr(experts, ".down_proj.") != NULL, up = strstr(experts, ".up_proj.") != NULL;
     int stem = (int)(experts - piece->hf_name) + (int)strlen(".mlp.experts");
     snprintf(name, sizeof name, "%.*s.%s", stem, piece->hf_name,
              down ? "down_proj" : "gate_up_proj");
+    snprintf(other, sizeof other, "%.*s.%s", stem, piece->hf_name,
+             down ? "gate_up_proj" : "down_proj");
     const ith_st_entry *fused = ith_st_find(reader, name);
     if (!fused)
         return ith_fail(err, ITH_ERR_FORMAT, "tensor %s is missing, and so is the fused form %s",
                         piece->hf_name, name);
+    bool swapped = false;
+    ITH_TRY(is_swapped(piece, down, fused, ith_st_find(reader, other), &swapped, err));
+    if (expert >= fused->shape[0])
+        return ith_fail(err, ITH_ERR_FORMAT, "%s: %lld experts, expert %lld is needed", name,
+                        (long long)fused->shape[0], expert);
     int64_t rows = piece->shape[0], cols = piece->shape[1], all_rows = down ? rows : 2 * rows;
-    bool straight = fused->ndim == 3 && fused->shape[1] == all_rows && fused->shape[2] == cols;
-    bool swapped = fused->ndim == 3 && fused->shape[1] == cols && fused->shape[2] == all_rows;
-    char text[96];
-    if ((!straight && !swapped) || expert >= fused->shape[0])
-        return ith_fail(err, ITH_ERR_FORMAT, "%s: shape %s, expected [num_experts, %lld, %lld]",
-                        name, ith_st_text(fused, text, sizeof text), (long long)all_rows,
-                        (long long)cols);
-    *transposed = !straight;
-    *first = expert * all_rows * cols + (up ? (straight ? rows * cols : rows) : 0);
-    *out = fused;
+    *out = (ith_piece_source){.entry = fused,
+                              .first = expert * all_rows * cols,
+                              .block = all_rows * cols,
+                              .row_stride = swapped ? 1 : cols,
+                              .col_stride = swapped ? all_rows : 1,
+                              .fused = true};
+    if (up)
+        out->first += rows * out->row_stride;
     return ITH_OK;
 }
 
-/* Element i of the piece, in the file's order. */
-static int64_t source_index(const ith_hf_piece *piece, bool transposed, bool fused_up_or_gate,
-                            int64_t i)
+ith_status ith_model_find_source(const ith_hf_piece *piece, const ith_st_reader *reader,
+                                 ith_piece_source *out, ith_error *err)
 {
-    if (!transposed)
-        return i;
-    int64_t cols = piece->shape[1], row = i / cols, col = i % cols;
-    int64_t all_rows = fused_up_or_gate ? 2 * piece->shape[0] : piece->shape[0];
-    return col * all_rows + row;
+    const char *experts = strstr(piece->hf_name, ".mlp.experts."),
+               *proj = experts ? strrchr(experts, '.') : NULL;
+    const ith_st_entry *entry = ith_st_find(reader, piece->hf_name);
+    if (!entry && experts && strcmp(proj, ".weight") == 0)
+        return find_fused(piece, experts, reader, out, err);
+    ITH_TRY(ith_st_need(reader, piece->hf_name, piece->ndim, piece->shape, NULL, &entry, err));
+    *out = (ith_piece_source){.entry = entry,
+                              .block = piece->count,
+                              .row_stride = piece->count / piece->shape[0],
+                              .col_stride = 1};
+    return ITH_OK;
+}
+
+/* Elements [first, first + n) of the piece out of its source, in the file's type. */
+static void read_source(const ith_hf_piece *piece, const ith_piece_source *s, int64_t first,
+                        int64_t n, char *out)
+{
+    int64_t size = ith_dtype_bytes(s->entry->dtype), cols = piece->count / piece->shape[0];
+    const char *data = (const char *)s->entry->data + s->first * size;
+    if (s->col_stride == 1) { /* rows of a fused tensor follow each other as well */
+        memcpy(out, data + first * size, (size_t)(n * size));
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        int64_t row = (first + i) / cols, col = (first + i) % cols;
+        memcpy(out + i * size, data + (row * s->row_stride + col * s->col_stride) * size,
+               (size_t)size);
+    }
 }
 
 static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece *piece,
                              const ith_st_reader *reader, ith_tensor flat, ith_tensor second,
                              char *staging)
 {
-    const ith_st_entry *entry = NULL;
-    int64_t first = 0;
-    bool transposed = false;
-    ITH_TRY(find_source(piece, reader, &entry, &first, &transposed, ctx->err));
-    if (entry->dtype != ITH_BF16 && entry->dtype != ITH_F32 && entry->dtype != ITH_F16 &&
-        entry->dtype != ITH_F64)
+    ith_piece_source source;
+    ITH_TRY(ith_model_find_source(piece, reader, &source, ctx->err));
+    ith_dtype dtype = source.entry->dtype;
+    if (dtype != ITH_BF16 && dtype != ITH_F32 && dtype != ITH_F16 && dtype != ITH_F64)
         return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED,
-                        "tensor %s has type %s; BF16, F16, F32 and F64 can be trained", entry->name,
-                        ith_dtype_name(entry->dtype));
-    bool fused_gate_up = transposed && strstr(piece->hf_name, ".down_proj.") == NULL;
-    int64_t size = ith_dtype_bytes(entry->dtype),
-            at = model->params[piece->param].first + piece->first;
+                        "tensor %s has type %s; BF16, F16, F32 and F64 can be trained",
+                        source.entry->name, ith_dtype_name(dtype));
+    int64_t at = model->params[piece->param].first + piece->first;
     char *raw = staging, *wide = staging + STAGING_ELEMENTS * 8;
     for (int64_t done = 0; done < piece->count;) {
         int64_t n = ith_min_i64(STAGING_ELEMENTS, piece->count - done);
-        const char *src = (const char *)entry->data + first * size;
-        for (int64_t i = 0; transposed && i < n; i++)
-            memcpy(raw + i * size, src + source_index(piece, true, fused_gate_up, done + i) * size,
-                   (size_t)size);
-        if (!transposed)
-            memcpy(raw, src + done * size, (size_t)(n * size));
+        read_source(piece, &source, done, n, raw);
         ith_tensor targets[2] = {flat, second};
         for (int t = 0; t < 2; t++) {
             if (!targets[t].ndim)
                 continue;
             int64_t target_size = ith_dtype_bytes(targets[t].dtype);
-            ith_convert(wide, targets[t].dtype, raw, entry->dtype, n);
+            ith_convert(wide, targets[t].dtype, raw, dtype, n);
             ITH_TRY(ctx->device->upload(ctx->device,
                                         (char *)targets[t].data + (at + done) * target_size, wide,
                                         n * target_size, ctx->err));

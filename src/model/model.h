@@ -41,7 +41,8 @@ typedef enum {
     ITH_KEEP_ALL, /* x, qkv, attention output and LSE, middle residual, gate_up: only cheap things
                      again */
     ITH_KEEP_ATTENTION, /* x, attention output and LSE: products again, attention not */
-    ITH_KEEP_INPUT      /* x: the whole layer again */
+    ITH_KEEP_INPUT,     /* x: the whole layer again */
+    ITH_KEEP_HOST /* x, in host memory: the whole layer again, and no activation on the device */
 } ith_keep;
 
 /* Saved tensors of one layer; absent ones are made again in backward. S = T * num_experts_per_tok.
@@ -53,8 +54,9 @@ typedef struct {
     ith_tensor x2;      /* [T,D] residual stream after attention */
     ith_tensor gate_up; /* [T,2I], experts: [S,2Im] */
     ith_tensor probs, topk_w, topk_idx, offsets, source, row_of,
-        expert_out; /* experts, see ops.h */
-    int64_t mark;   /* of ITH_MEM_ACTIVATIONS at the layer's entry */
+        expert_out;          /* experts, see ops.h */
+    int64_t mark, host_mark; /* of ITH_MEM_ACTIVATIONS and ITH_MEM_HOST at the layer's entry */
+    void *host_x; /* ITH_KEEP_HOST: x in host memory; the view x is the shared staging buffer */
 } ith_layer_acts;
 
 /* A micro-batch on the device: packed rows without padding. */
@@ -119,9 +121,10 @@ struct ith_model {
      * all MoE layers; coef 0: off. Its gradient goes into the routers scaled by batch.share. */
     float aux_coef;
     ith_tensor expert_fraction,
-        expert_mean_prob;     /* [E] f32 of the running micro-batch; absent when off */
-    int64_t mlp_tile;         /* rows of a dense MLP at a time; 0: all */
-    ith_layer_acts *acts;     /* [L] */
+        expert_mean_prob; /* [E] f32 of the running micro-batch; absent when off */
+    int64_t mlp_tile;     /* rows of a dense MLP at a time; 0: all */
+    ith_layer_acts *acts; /* [L] */
+    ith_tensor offload; /* [T,D] staging of layers that keep x on the host; absent when none does */
     ith_tensor stream, delta; /* [T,D] buffers */
     ith_tensor residual;      /* [T,D]: the stream between two layers is residual + delta; a view of
                                  stream or of x2 */
@@ -153,6 +156,16 @@ ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training);
  * fused, in either orientation. */
 ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
                           ith_tensor flat, ith_tensor second);
+/* Where a piece lies in a model directory. Element (r, c) of it (c counts all but the first
+ * dimension) is element first + r * row_stride + c * col_stride of the entry: its own tensor, or a
+ * fused one of all experts, of which each expert has `block` elements. */
+typedef struct {
+    const ith_st_entry *entry;
+    int64_t first, block, row_stride, col_stride;
+    bool fused;
+} ith_piece_source;
+ith_status ith_model_find_source(const ith_hf_piece *piece, const ith_st_reader *reader,
+                                 ith_piece_source *out, ith_error *err);
 /* Contents of piece i of a flat buffer, elements [first, first + n) of the piece, in the buffer's
  * type, to host memory. */
 ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t piece,

@@ -11,6 +11,7 @@
 #include "checkpoint/train_state.h"
 #include "train/schedule.h"
 #include "train/trainer_internal.h"
+#include "train/verify.h"
 
 typedef struct {
     ith_trainer *t;
@@ -20,9 +21,6 @@ typedef struct {
     double matmul_rate; /* FLOP/s; NaN unknown */
     double start_s;
     int64_t save_steps; /* 0: only at the end */
-    /* since the last logged row */
-    double loss_sum, seconds, flops;
-    int64_t steps, tokens, labels;
     ith_run_result result;
 } run;
 
@@ -65,22 +63,23 @@ out:
 
 static ith_report_row row_now(const run *r, double loss, double norm, double lr)
 {
+    const ith_unlogged *u = &r->at.unlogged;
     const ith_plan *plan = r->t->session.ctx.plan;
     int64_t bytes = 0;
     for (int c = 0; c < ITH_MEM_CLASSES; c++)
         bytes += c == ITH_MEM_HOST ? 0 : ith_plan_high(plan, (ith_mem_class)c);
-    double s = r->seconds > 0 ? r->seconds : (double)NAN;
+    double s = u->seconds > 0 ? u->seconds : (double)NAN;
     return (ith_report_row){.step = r->at.step,
                             .total_steps = r->t->total_steps,
                             .epoch = r->at.epoch,
                             .loss = loss,
                             .grad_norm = norm,
                             .learning_rate = lr,
-                            .tokens_per_s = (double)r->tokens / s,
-                            .mfu = r->flops / s / r->matmul_rate,
-                            .step_ms = 1e3 * s / (double)ith_max_i64(r->steps, 1),
-                            .tokens = r->tokens,
-                            .labels = r->labels,
+                            .tokens_per_s = (double)u->tokens / s,
+                            .mfu = u->flops / s / r->matmul_rate,
+                            .step_ms = 1e3 * s / (double)ith_max_i64(u->steps, 1),
+                            .tokens = u->tokens,
+                            .labels = u->labels,
                             .peak_bytes = bytes,
                             .elapsed_s = now_s() - r->start_s,
                             .skipped = r->at.skipped};
@@ -89,17 +88,17 @@ static ith_report_row row_now(const run *r, double loss, double norm, double lr)
 static ith_status log_step(run *r, const ith_step_stats *stats, double lr)
 {
     const ith_trainer_hooks *h = r->hooks;
+    ith_unlogged *u = &r->at.unlogged;
     bool last = r->at.step >= r->t->total_steps;
     ith_report_row live = row_now(r, stats->loss, stats->grad_norm, lr);
     if (h && h->progress)
         h->progress(h->arg, &live);
     if (r->at.step % ith_max_i64(r->t->config->logging_steps, 1) != 0 && !last)
         return ITH_OK;
-    ith_report_row row = row_now(r, r->loss_sum / (double)r->steps, stats->grad_norm, lr);
+    ith_report_row row = row_now(r, u->loss_sum / (double)u->steps, stats->grad_norm, lr);
     if (h && h->row)
         h->row(h->arg, &row);
-    r->loss_sum = r->seconds = r->flops = 0;
-    r->steps = r->tokens = r->labels = 0;
+    memset(u, 0, sizeof *u);
     return ith_run_report_add(r->report, &row, r->t->session.ctx.err);
 }
 
@@ -108,6 +107,7 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
 {
     ith_trainer *t = r->t;
     const ith_config *c = t->config;
+    ith_unlogged *u = &r->at.unlogged;
     double t0 = now_s(),
            lr = ith_schedule_rate(&c->lr_scheduler, c->learning_rate, r->at.step, t->total_steps);
     ith_step_begin(t->step, bs->weight_sum);
@@ -117,17 +117,21 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
         if (b.num_tokens == 0)
             continue;
         ITH_TRY(ith_step_micro(t->step, &b));
-        r->tokens += b.num_tokens;
-        r->labels += b.num_labels;
-        r->flops += ith_model_flops(t->model, b.cu_seqlens, b.num_docs, b.num_labels).total;
+        u->tokens += b.num_tokens;
+        u->labels += b.num_labels;
+        u->flops += ith_model_flops(t->model, b.cu_seqlens, b.num_docs, b.num_labels).total;
     }
     ith_adamw_hyper h = {(float)lr,           (float)c->optim.beta1,        (float)c->optim.beta2,
                          (float)c->optim.eps, (float)c->optim.weight_decay, r->at.updates + 1};
     ith_step_stats stats;
+    if (c->verify)
+        ITH_TRY(ith_verify_gradients(t, r->result.steps == 0, r->hooks, err));
     ITH_TRY(ith_step_end(t->step, h, &stats));
-    r->seconds += now_s() - t0;
-    r->steps++;
-    r->loss_sum += stats.loss;
+    if (c->verify)
+        ITH_TRY(ith_verify_update(t, err));
+    u->seconds += now_s() - t0;
+    u->steps++;
+    u->loss_sum += stats.loss;
     r->at.step++;
     r->at.samples += bs->num_docs;
     double in_epoch =

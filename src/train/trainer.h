@@ -38,6 +38,7 @@ typedef struct {
     int64_t *train_subset, *eval_subset;
     json_t *eval_start; /* state of eval_batcher before its first step */
     ith_session session;
+    ith_pool *data_pool; /* threads that prepare data; NULL: those of the session */
     ith_model *model;
     ith_step *step;
     int64_t total_steps, steps_per_epoch;

@@ -71,53 +71,6 @@ static ith_status push_state(void *arg, int64_t i, ith_st_writer *writer, ith_er
     return stream_piece(arg, i, put_state, writer, err);
 }
 
-static ith_status put_model(void *arg, const void *data, int64_t bytes, ith_error *err)
-{
-    return ith_model_push(arg, data, bytes, err);
-}
-
-static ith_status push_model(void *arg, int64_t i, ith_model_sink *sink, ith_error *err)
-{
-    return stream_piece(arg, i, put_model, sink, err);
-}
-
-ith_status ith_trainer_export(ith_trainer *t, const char *dir, ith_error *err)
-{
-    const ith_model *m = t->model;
-    const ith_config *c = t->config;
-    flat_source source = {t, t->step->master.ndim ? t->step->master : m->w, NULL};
-    ith_st_entry *tensors = NULL;
-    ith_st_reader *reader = NULL;
-    ith_status status = ITH_OK;
-    ITH_TRY_OUT(ith_alloc((void **)&source.staging, STAGING_BYTES, "staging", err));
-    ITH_TRY_OUT(
-        ith_alloc_zero((void **)&tensors, m->num_pieces, sizeof *tensors, "tensor list", err));
-    ITH_TRY_OUT(ith_st_open(&reader, c->model, err));
-    for (int64_t i = 0; i < m->num_pieces; i++) {
-        const ith_hf_piece *p = &m->pieces[i];
-        tensors[i] =
-            (ith_st_entry){.name = p->hf_name, .dtype = source.flat.dtype, .ndim = p->ndim};
-        memcpy(tensors[i].shape, p->shape, sizeof p->shape);
-    }
-    ith_model_write w = {.source = c->model,
-                         .weights = reader,
-                         .tensors = tensors,
-                         .count = m->num_pieces,
-                         .push = push_model,
-                         .push_arg = &source,
-                         .set_dtype = c->save_dtype != ITH_DTYPE_AUTO,
-                         .dtype = c->save_dtype == ITH_DTYPE_F32
-                                      ? ITH_F32
-                                      : (c->save_dtype == ITH_DTYPE_F16 ? ITH_F16 : ITH_BF16),
-                         .max_shard_bytes = c->max_shard_size > 0 ? c->max_shard_size : 0};
-    status = ith_model_dir_write(dir, &w, err);
-out:
-    ith_st_close(reader);
-    ith_free(tensors);
-    ith_free(source.staging);
-    return status;
-}
-
 static ith_status write_hf(void *arg, const char *dir, ith_error *err)
 {
     return ith_trainer_export(arg, dir, err);
@@ -170,8 +123,13 @@ ith_status ith_trainer_save(ith_trainer *t, const ith_run_position *at, ith_erro
     if (status == ITH_OK)
         status = ith_batcher_save(t->batcher, &data, err);
     if (status == ITH_OK) {
-        state = json_pack("{s:I, s:I, s:O}", "updates", (json_int_t)at->updates, "skipped",
-                          (json_int_t)at->skipped, "data", data);
+        state = json_pack(
+            "{s:I, s:I, s:O, s:{s:o, s:f, s:f, s:I, s:I, s:I}}", "updates", (json_int_t)at->updates,
+            "skipped", (json_int_t)at->skipped, "data", data, "unlogged", "loss_sum",
+            isfinite(at->unlogged.loss_sum) ? json_real(at->unlogged.loss_sum) : json_null(),
+            "seconds", at->unlogged.seconds, "flops", at->unlogged.flops, "steps",
+            (json_int_t)at->unlogged.steps, "tokens", (json_int_t)at->unlogged.tokens, "labels",
+            (json_int_t)at->unlogged.labels);
         if (!state)
             status = ith_fail(err, ITH_ERR_MEMORY, "out of memory for the training state");
     }
@@ -204,6 +162,17 @@ static ith_status load_group(ith_trainer *t, const char *path, const char *group
     return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s: %s", path, group);
 }
 
+static ith_unlogged read_unlogged(const json_t *j)
+{
+    const json_t *loss = json_object_get(j, "loss_sum");
+    return (ith_unlogged){json_is_null(loss) ? (double)NAN : json_number_value(loss),
+                          json_number_value(json_object_get(j, "seconds")),
+                          json_number_value(json_object_get(j, "flops")),
+                          json_integer_value(json_object_get(j, "steps")),
+                          json_integer_value(json_object_get(j, "tokens")),
+                          json_integer_value(json_object_get(j, "labels"))};
+}
+
 ith_status ith_trainer_resume(ith_trainer *t, const char *path, ith_run_position *at,
                               ith_error *err)
 {
@@ -219,6 +188,8 @@ ith_status ith_trainer_resume(ith_trainer *t, const char *path, ith_run_position
                                  .epoch = p.epoch,
                                  .best_eval = p.has_best ? p.best_metric : (double)NAN,
                                  .best_step = p.best_global_step};
+    if (status == ITH_OK)
+        at->unlogged = read_unlogged(json_object_get(state, "unlogged"));
     json_decref(state);
     if (status != ITH_OK)
         return ith_wrap(err, status, "%s", path);

@@ -4,6 +4,12 @@
 
 #include "train/trainer.h"
 
+/* Sums since the last logged row. */
+typedef struct {
+    double loss_sum, seconds, flops;
+    int64_t steps, tokens, labels;
+} ith_unlogged;
+
 /* Where a run stands between two steps; all of it is saved. */
 typedef struct {
     int64_t step;    /* optimizer steps done, skipped ones included */
@@ -12,6 +18,7 @@ typedef struct {
     double epoch;
     double best_eval; /* NaN: none yet */
     int64_t best_step;
+    ith_unlogged unlogged;
 } ith_run_position;
 
 void ith_trainer_say(const ith_trainer_hooks *hooks, const char *fmt, ...) ITH_PRINTF(2, 3);

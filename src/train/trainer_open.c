@@ -3,6 +3,7 @@
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "base/file.h"
 #include "train/trainer_internal.h"
@@ -19,6 +20,12 @@ void ith_trainer_say(const ith_trainer_hooks *hooks, const char *fmt, ...)
     hooks->text(hooks->arg, text);
 }
 
+static bool same_directory(const char *a, const char *b)
+{
+    struct stat x, y;
+    return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+}
+
 static ith_status open_model_files(ith_trainer *t, ith_error *err)
 {
     const char *dir = t->config->model;
@@ -28,6 +35,10 @@ static ith_status open_model_files(ith_trainer *t, ith_error *err)
                         "`hf download %s "
                         "--local-dir DIR`, and give DIR)",
                         dir, dir);
+    if (same_directory(dir, t->config->output_dir))
+        return ith_config_fail(t->config, "output_dir", err,
+                               "found %s, the directory of the model (give another one)",
+                               t->config->output_dir);
     ITH_TRY(ith_hf_config_load(&t->hf, dir, err));
     ITH_TRY(ith_tokenizer_open(&t->tokenizer, dir, err));
     ITH_TRY(ith_chat_open(&t->chat, dir, t->config->custom_chat_template, t->tokenizer, err));
@@ -39,6 +50,17 @@ static ith_status open_model_files(ith_trainer *t, ith_error *err)
     return ITH_OK;
 }
 
+/* A chat template may write a token that the tokenizer has and the embedding has not. */
+static ith_status check_ids(const ith_trainer *t, const ith_samples *samples, const char *path,
+                            ith_error *err)
+{
+    int64_t max = ith_samples_max_id(samples);
+    return max < t->hf.vocab_size ? ITH_OK
+                                  : ith_fail(err, ITH_ERR_FORMAT,
+                                             "%s: token id %lld, vocab_size of config.json is %lld",
+                                             path, (long long)max, (long long)t->hf.vocab_size);
+}
+
 static ith_status open_data(ith_trainer *t, ith_error *err)
 {
     const ith_config *c = t->config;
@@ -46,18 +68,23 @@ static ith_status open_data(ith_trainer *t, ith_error *err)
         return ith_fail(
             err, ITH_ERR_USAGE,
             "train_dataset: nothing to train on (give a .jsonl, .json or data-set .yaml)");
-    ith_samples_options o =
-        ith_samples_options_from(c, false, t->tokenizer, t->chat, t->session.pool);
+    if (c->nproc > 0)
+        ITH_TRY(ith_pool_create(&t->data_pool, (int)c->nproc, err));
+    ith_pool *pool = t->data_pool ? t->data_pool : t->session.pool;
+    ith_samples_options o = ith_samples_options_from(c, false, t->tokenizer, t->chat, pool);
     ITH_TRY(ith_samples_open(&t->samples, &o, err));
     int64_t num_train = 0, num_eval = 0;
     if (c->eval_dataset) {
-        o = ith_samples_options_from(c, true, t->tokenizer, t->chat, t->session.pool);
+        o = ith_samples_options_from(c, true, t->tokenizer, t->chat, pool);
         ITH_TRY(ith_samples_open(&t->eval_samples, &o, err));
     } else if (c->eval_split_ratio > 0) {
         ITH_TRY(ith_samples_split(t->samples, c->eval_split_ratio, (uint64_t)c->seed,
                                   &t->train_subset, &num_train, &t->eval_subset, &num_eval, err));
         t->eval_samples = t->samples;
     }
+    ITH_TRY(check_ids(t, t->samples, c->train_dataset, err));
+    if (t->eval_samples && t->eval_samples != t->samples)
+        ITH_TRY(check_ids(t, t->eval_samples, c->eval_dataset, err));
     ith_batcher_options b = ith_batcher_options_from(c, &t->layout, 0);
     b.subset = t->train_subset;
     b.num_subset = num_train;
@@ -150,6 +177,7 @@ void ith_trainer_close(ith_trainer *t)
     if (t->eval_samples != t->samples)
         ith_samples_close(t->eval_samples);
     ith_samples_close(t->samples);
+    ith_pool_destroy(t->data_pool);
     json_decref(t->eval_start);
     ith_free(t->train_subset);
     ith_free(t->eval_subset);
