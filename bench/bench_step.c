@@ -1,7 +1,7 @@
 /* bench_step.c - a whole training step of a real shape, random weights and tokens.
  *
  *     ithaca_bench_step [model=0.6b] [batch=4] [seq=4096] [device=auto|cpu|cuda] [steps=8] [warm=3]
- * [keep=auto|all|attention|input] [master=fp32|bf16] [dtype=bfloat16] [chunk=N] [vocab=151936]
+ * [keep=auto|all|attention|input|host] [master=fp32|bf16] [dtype=bfloat16] [chunk=N] [vocab=151936]
  * [threads=N] [profile=0|1] [csv=FILE] [memory=GIB] [plan=1] [json=1]
  *
  * Every token is real (no padding) and labelled. Prints the median step, tokens per second, share
@@ -102,7 +102,7 @@ static options parse(int argc, char **argv)
         else if (is(a, "device", &v))
             o.device = (ith_use_device)word(v, "auto cpu cuda");
         else if (is(a, "keep", &v))
-            o.keep = word(v, "auto all attention input") - 1;
+            o.keep = word(v, "auto all attention input host") - 1;
         else if (is(a, "master", &v))
             o.bf16_states = word(v, "fp32 bf16") == 1;
         else if (is(a, "dtype", &v))
@@ -233,10 +233,13 @@ int main(int argc, char **argv)
     check(ith_step_create(&step, model, ctx, &c, o.plan));
     double planned = (double)ith_plan_total(ctx->plan) / (double)(1 << 30);
     printf("%s %lld x %lld on %s: planned %.2f GiB; layers keep all %lld, attention %lld, input "
+           "%lld, host "
            "%lld; chunk %lld; opened in %.1f s\n",
            o.model, (long long)o.batch, (long long)o.seq, ctx->device->name, planned,
            (long long)step->layers_keep_all, (long long)step->layers_keep_attention,
-           (long long)(hf.num_hidden_layers - step->layers_keep_all - step->layers_keep_attention),
+           (long long)step->layers_keep_input,
+           (long long)(hf.num_hidden_layers - step->layers_keep_all - step->layers_keep_attention -
+                       step->layers_keep_input),
            (long long)step->config.chunk_rows, now_s() - t0);
     if (o.plan)
         return 0;

@@ -28,6 +28,9 @@ struct ith_device {
     ith_status (*sync)(ith_device *d, ith_error *err);
     /* Free and total bytes. */
     ith_status (*memory)(ith_device *d, int64_t *free_bytes, int64_t *total_bytes, ith_error *err);
+    /* Optional (NULL: plain memory): host memory that copies fast and without waiting. */
+    ith_status (*alloc_host)(ith_device *d, int64_t bytes, void **out, ith_error *err);
+    void (*free_host)(ith_device *d, void *ptr);
     /* Optional (NULL): records stamp idx in stream order; milliseconds between two stamps, after a
      * sync. */
     ith_status (*stamp)(ith_device *d, int64_t idx, ith_error *err);

@@ -51,9 +51,24 @@ ith_status ith_plan_create(ith_plan **out, ith_device *device, ith_error *err)
     return ITH_OK;
 }
 
-static ith_device *device_of(ith_plan *plan, int c)
+static ith_status class_alloc(ith_plan *plan, int c, int64_t bytes, void **out, ith_error *err)
 {
-    return c == ITH_MEM_HOST ? ith_device_cpu() : plan->device;
+    ith_device *d = plan->device;
+    if (c == ITH_MEM_HOST && d->alloc_host)
+        return d->alloc_host(d, bytes, out, err);
+    d = c == ITH_MEM_HOST ? ith_device_cpu() : d;
+    return d->alloc(d, bytes, out, err);
+}
+
+static void class_free(ith_plan *plan, int c, void *ptr)
+{
+    ith_device *d = plan->device;
+    if (c == ITH_MEM_HOST && d->free_host) {
+        d->free_host(d, ptr);
+        return;
+    }
+    d = c == ITH_MEM_HOST ? ith_device_cpu() : d;
+    d->free(d, ptr);
 }
 
 void ith_plan_destroy(ith_plan *plan)
@@ -62,7 +77,7 @@ void ith_plan_destroy(ith_plan *plan)
         return;
     for (int c = 0; c < ITH_MEM_CLASSES; c++) {
         if (!plan->counting && plan->classes[c].base)
-            device_of(plan, c)->free(device_of(plan, c), plan->classes[c].base);
+            class_free(plan, c, plan->classes[c].base);
         ith_free(plan->classes[c].live);
         ith_free(plan->classes[c].at_peak);
     }
@@ -143,8 +158,8 @@ ith_status ith_plan_commit(ith_plan *plan, ith_error *err)
         mem_class *m = &plan->classes[c];
         m->high = 0;
         if (m->peak)
-            ITH_WRAP(device_of(plan, c)->alloc(device_of(plan, c), m->peak, (void **)&m->base, err),
-                     err, "%s", ith_mem_class_name((ith_mem_class)c));
+            ITH_WRAP(class_alloc(plan, c, m->peak, (void **)&m->base, err), err, "%s",
+                     ith_mem_class_name((ith_mem_class)c));
     }
     return ITH_OK;
 }

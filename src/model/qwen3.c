@@ -371,10 +371,17 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens;
     ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
-    *a = (ith_layer_acts){
-        .mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS), .x = m->stream, .x2 = m->stream};
-    if (training)
+    *a = (ith_layer_acts){.mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS),
+                          .host_mark = ith_plan_mark(ctx->plan, ITH_MEM_HOST),
+                          .x = m->stream,
+                          .x2 = m->stream};
+    if (training && keep == ITH_KEEP_HOST) {
+        a->x = m->offload;
+        ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "layer input", ith_tensor_bytes(a->x),
+                              &a->host_x, ctx->err));
+    } else if (training) {
         ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
+    }
     if (keep <= ITH_KEEP_ATTENTION) {
         ITH_TRY(push_heads(ctx, ITH_MEM_ACTIVATIONS, "attention output", m->dtype, t,
                            c->num_attention_heads, c->head_dim, &a->o));
@@ -405,8 +412,25 @@ static void forget_unsaved(ith_model *m, int64_t l, bool training)
     a->qkv = a->gate_up = a->probs = a->topk_w = a->topk_idx = a->offsets = a->source = a->row_of =
         a->expert_out = none;
     a->x2 = none;
-    if (keep == ITH_KEEP_INPUT)
+    if (keep >= ITH_KEEP_INPUT)
         a->o = a->lse = none;
+}
+
+/* x of a layer that keeps it on the host, there and back: in stream order, so the staging buffer
+ * serves all layers. */
+static ith_status move_to_host(ith_ctx *ctx, const ith_layer_acts *a)
+{
+    if (ith_ctx_counting(ctx))
+        return ITH_OK;
+    return ctx->device->download(ctx->device, a->host_x, a->x.data, ith_tensor_bytes(a->x),
+                                 ctx->err);
+}
+
+static ith_status move_from_host(ith_ctx *ctx, const ith_layer_acts *a)
+{
+    if (ith_ctx_counting(ctx))
+        return ITH_OK;
+    return ctx->device->upload(ctx->device, a->x.data, a->host_x, ith_tensor_bytes(a->x), ctx->err);
 }
 
 static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
@@ -434,6 +458,8 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     ITH_TRY(
         ith_linear_forward(ctx, o_out, heads_2d(a->o), ith_layer_param(m, l, ITH_P_O)->w, false));
     ITH_TRY(mlp_forward(m, ctx, b, l, o_out));
+    if (a->host_x)
+        ITH_TRY(move_to_host(ctx, a));
     m->residual = a->x2;
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     forget_unsaved(m, l, training);
@@ -441,12 +467,16 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
 }
 
 /* The pair at the first layer: embeddings and zero. */
-static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b)
+static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
 {
     int64_t t = b->num_tokens, d = m->config->hidden_size;
     ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
     ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
     m->residual = m->stream;
+    m->offload = ith_tensor_none();
+    for (int64_t l = 0; training && !m->offload.ndim && l < m->config->num_hidden_layers; l++)
+        if (m->keep[l] == ITH_KEEP_HOST)
+            ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "host staging", m->dtype, t, d, &m->offload));
     ITH_TRY(ith_embedding_forward(ctx, m->stream, b->ids, m->params[m->embed].w));
     return ith_zero(ctx, m->delta);
 }
@@ -470,7 +500,7 @@ static ith_status qwen3_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
                                 T hidden)
 {
     const ith_hf_config *c = m->config;
-    ITH_TRY(open_stream(m, ctx, b));
+    ITH_TRY(open_stream(m, ctx, b, training));
     ITH_TRY(open_balance(m, ctx, training));
     for (int64_t l = 0; l < c->num_hidden_layers; l++)
         ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
@@ -615,10 +645,13 @@ static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     attention_in in;
     bool have_in = false;
+    if (m->acts[l].host_x)
+        ITH_TRY(move_from_host(ctx, &m->acts[l]));
     ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));
     ITH_TRY(mlp_backward(m, ctx, b, l, dx));
     ITH_TRY(attention_backward(m, ctx, b, l, &in, have_in, dx));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
     ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->acts[l].mark);
     return ITH_OK;
 }
@@ -685,7 +718,7 @@ static ith_status qwen3_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
                                T rows, bool prefill, T hidden)
 {
     const ith_hf_config *c = m->config;
-    ITH_TRY(open_stream(m, ctx, b));
+    ITH_TRY(open_stream(m, ctx, b, false));
     ITH_TRY(open_balance(m, ctx, false));
     for (int64_t l = 0; l < c->num_hidden_layers; l++)
         ITH_WRAP(layer_decode(m, ctx, b, l, cache, rows, prefill), ctx->err, "layer %lld",

@@ -117,18 +117,24 @@ static void bind_batch(ith_step *s, int64_t tokens, int64_t docs, int64_t rows, 
                            .seeds = ith_row_range(s->seeds, 0, rows)};
 }
 
-/* Counts a whole step with the first `all` layers from the top keeping all, the next `attention`
- * keeping attention. */
-static ith_status count_step(ith_step *s, int64_t all, int64_t attention)
+/* How many layers, from the top (their activations are wanted first), keep what; the rest keeps its
+ * input on the host. */
+typedef struct {
+    int64_t all, attention, input;
+} keep_counts;
+
+/* Counts a whole step. */
+static ith_status count_step(ith_step *s, keep_counts n)
 {
     ith_ctx *ctx = s->ctx;
     const ith_step_config *c = &s->config;
     int64_t layers = s->model->config->num_hidden_layers;
     for (int64_t l = 0; l < layers; l++) {
-        int64_t from_top = layers - 1 - l;
-        s->model->keep[l] =
-            from_top < all ? ITH_KEEP_ALL
-                           : (from_top < all + attention ? ITH_KEEP_ATTENTION : ITH_KEEP_INPUT);
+        int64_t top = layers - 1 - l;
+        s->model->keep[l] = top < n.all                           ? ITH_KEEP_ALL
+                            : top < n.all + n.attention           ? ITH_KEEP_ATTENTION
+                            : top < n.all + n.attention + n.input ? ITH_KEEP_INPUT
+                                                                  : ITH_KEEP_HOST;
     }
     ITH_TRY(place_all(s));
     bind_batch(s, c->max_tokens, c->max_docs, c->max_labels, c->max_doc_tokens, NULL);
@@ -139,50 +145,52 @@ static ith_status count_step(ith_step *s, int64_t all, int64_t attention)
         ITH_TRY(walk_micro(s, false));
     for (int i = 0; i < ITH_MEM_CLASSES; i++)
         ith_plan_release(ctx->plan, (ith_mem_class)i, 0);
-    s->layers_keep_all = all;
-    s->layers_keep_attention = attention;
+    s->layers_keep_all = n.all;
+    s->layers_keep_attention = n.attention;
+    s->layers_keep_input = n.input;
     return ITH_OK;
 }
 
-static ith_status bytes_of(ith_step *s, int64_t all, int64_t attention, int64_t *out)
+static ith_status bytes_of(ith_step *s, keep_counts n, int64_t *out)
 {
     ith_plan_reset(s->ctx->plan);
-    ITH_TRY(count_step(s, all, attention));
+    ITH_TRY(count_step(s, n));
     *out = ith_plan_total(s->ctx->plan);
     return ITH_OK;
 }
 
-/* The largest n in [0, max] whose plan fits; bytes grow with n. *fits false: not even 0. */
-static ith_status largest_that_fits(ith_step *s, bool vary_all, int64_t max, int64_t limit,
-                                    int64_t *n, bool *fits)
+/* Mix `phase` with n layers of its better kind: 0 all over attention, 1 attention over input, 2
+ * input over host. */
+static keep_counts mix(int phase, int64_t n, int64_t layers)
 {
-    int64_t low = 0, high = max, bytes = 0;
-    int64_t layers = s->model->config->num_hidden_layers;
-    ITH_TRY(bytes_of(s, 0, vary_all ? layers : 0, &bytes));
-    *fits = bytes <= limit;
-    while (*fits && low < high) {
-        int64_t mid = low + (high - low + 1) / 2;
-        ITH_TRY(bytes_of(s, vary_all ? mid : 0, vary_all ? layers - mid : mid, &bytes));
-        if (bytes <= limit)
-            low = mid;
-        else
-            high = mid - 1;
-    }
-    *n = low;
-    return ITH_OK;
+    return phase == 0   ? (keep_counts){n, layers - n, 0}
+           : phase == 1 ? (keep_counts){0, n, layers - n}
+                        : (keep_counts){0, 0, n};
 }
 
-/* Keeping all is fastest, then keeping attention, then keeping inputs: as many layers of the faster
- * kind as fit. */
+/* The fastest mix that fits: keeping all is faster than keeping attention, than keeping inputs,
+ * than fetching them from the host. Bytes grow with n. The CPU is its own host: it stops at inputs.
+ */
 static ith_status choose_keep(ith_step *s, int64_t limit)
 {
-    int64_t layers = s->model->config->num_hidden_layers, n = 0;
-    bool fits = false;
-    ITH_TRY(largest_that_fits(s, true, layers, limit, &n, &fits));
-    if (fits)
-        return bytes_of(s, n, layers - n, &n);
-    ITH_TRY(largest_that_fits(s, false, layers, limit, &n, &fits));
-    return bytes_of(s, 0, fits ? n : 0, &n);
+    int64_t layers = s->model->config->num_hidden_layers, bytes = 0;
+    int phases = s->ctx->device == ith_device_cpu() ? 2 : 3;
+    for (int phase = 0; phase < phases; phase++) {
+        ITH_TRY(bytes_of(s, mix(phase, 0, layers), &bytes));
+        if (bytes > limit && phase + 1 < phases)
+            continue;
+        int64_t low = 0, high = bytes <= limit ? layers : 0;
+        while (low < high) {
+            int64_t mid = low + (high - low + 1) / 2;
+            ITH_TRY(bytes_of(s, mix(phase, mid, layers), &bytes));
+            if (bytes <= limit)
+                low = mid;
+            else
+                high = mid - 1;
+        }
+        return bytes_of(s, mix(phase, low, layers), &bytes);
+    }
+    return ITH_OK;
 }
 
 /* Bytes the plan may use: the config's limit, else what is free less a reserve. */
@@ -204,7 +212,7 @@ static ith_status bytes_for_tokens(ith_step *s, int64_t tokens, int64_t *out)
     c->max_tokens = c->max_labels = c->max_doc_tokens = tokens;
     c->max_docs = 1;
     s->model->max_positions = tokens;
-    return bytes_of(s, 0, 0, out);
+    return bytes_of(s, (keep_counts){0, 0, s->model->config->num_hidden_layers}, out);
 }
 
 ith_status ith_step_longest(const ith_step *step, int64_t limit, int64_t *out)
@@ -240,9 +248,10 @@ static ith_status plan_step(ith_step *s, bool plan_only)
 {
     int64_t layers = s->model->config->num_hidden_layers, limit = 0, unused = 0;
     ITH_TRY(limit_of(s, &limit));
+    const keep_counts one[] = {
+        {layers, 0, 0}, {0, layers, 0}, {0, 0, layers}, {0, 0, 0}}; /* by ith_keep */
     if (s->config.keep >= 0)
-        ITH_TRY(bytes_of(s, s->config.keep == ITH_KEEP_ALL ? layers : 0,
-                         s->config.keep == ITH_KEEP_ATTENTION ? layers : 0, &unused));
+        ITH_TRY(bytes_of(s, one[s->config.keep], &unused));
     else
         ITH_TRY(choose_keep(s, limit));
     return plan_only || ith_plan_total(s->ctx->plan) <= limit ? ITH_OK : refuse_too_large(s, limit);

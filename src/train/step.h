@@ -43,8 +43,8 @@ typedef struct ith_step {
     ith_model *model;
     ith_ctx *ctx;
     ith_step_config config;
-    int64_t layers_keep_all,
-        layers_keep_attention; /* what the plan chose; the rest keeps its input */
+    /* what the plan chose, from the last layer down; the rest keeps its input on the host */
+    int64_t layers_keep_all, layers_keep_attention, layers_keep_input;
     /* flat optimizer buffers, the layout of model->w; master absent for f32 models */
     ith_tensor master, m, v;
     /* device: batch, accumulators */

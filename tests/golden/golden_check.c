@@ -1,7 +1,7 @@
 /* golden_check.c - runs directories of reference vectors and prints each error beside its bound.
  *
  *     golden_check [device=cpu|cuda] [dtype=float32|bfloat16] [threads=N]
- * [keep=all|attention|input] [chunk=N] DIR...
+ * [keep=all|attention|input|host] [chunk=N] DIR...
  *
  * DIR/hf is a model directory; ref.safetensors holds input_ids, labels, logits (and packed_ids,
  * packed_labels, cu_seqlens, packed_logits, greedy); grads/, grads_packed/, after3/ hold gradients
@@ -460,9 +460,10 @@ int main(int argc, char **argv)
         else if (eq && strncmp(a, "chunk=", 6) == 0)
             o.chunk = strtoll(eq + 1, NULL, 10);
         else if (eq && strncmp(a, "keep=", 5) == 0)
-            o.keep = strcmp(eq, "=all") == 0
-                         ? ITH_KEEP_ALL
-                         : (strcmp(eq, "=attention") == 0 ? ITH_KEEP_ATTENTION : ITH_KEEP_INPUT);
+            o.keep = strcmp(eq, "=all") == 0         ? ITH_KEEP_ALL
+                     : strcmp(eq, "=attention") == 0 ? ITH_KEEP_ATTENTION
+                     : strcmp(eq, "=host") == 0      ? ITH_KEEP_HOST
+                                                     : ITH_KEEP_INPUT;
         else if (eq && strcmp(a, "backend=ref") == 0)
             o.reference = true;
         else if (!ith_path_is_dir(a))
