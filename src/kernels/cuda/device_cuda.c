@@ -2,8 +2,11 @@
 #include "kernels/cuda/cuda_api.h"
 #include "kernels/cuda/sdpa_graph.h"
 
+#include "base/pool.h"
+
 #include <stdio.h>
 #include <string.h>
+#include <sys/mman.h>
 
 ith_status ith_cuda_check(ith_error *err, cudaError_t code, const char *what, ith_tensor t)
 {
@@ -15,7 +18,8 @@ ith_status ith_cuda_check(ith_error *err, cudaError_t code, const char *what, it
                     ith_tensor_text(t, shape, sizeof shape));
 }
 
-/* ---- device ------------------------------------------------------------------------------------------- */
+/* ---- device
+ * ------------------------------------------------------------------------------------------- */
 
 static ith_cuda *cuda_of(ith_device *d)
 {
@@ -104,12 +108,56 @@ static ith_status cuda_sync(ith_device *d, ith_error *err)
     return check_bytes(d, cudaStreamSynchronize(cuda_of(d)->stream), "wait", 0, err);
 }
 
+/* ---- pinned host memory: mapped, touched by all cores, then registered (ten times as fast as
+ * cudaHostAlloc). The length lies in a page before the block. */
+
+#define HOST_PAGE 4096
+#define TOUCH_BYTES ((int64_t)64 << 20)
+
+static void touch(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    memset((char *)arg + begin, 0, (size_t)(end - begin));
+}
+
+static ith_status cuda_alloc_host(ith_device *d, int64_t bytes, void **out, ith_error *err)
+{
+    int64_t all = bytes + HOST_PAGE;
+    char *base =
+        mmap(NULL, (size_t)all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED)
+        return ith_fail(err, ITH_ERR_MEMORY, "out of host memory: %lld bytes", (long long)bytes);
+    (void)madvise(base, (size_t)all, MADV_HUGEPAGE);
+    ith_pool *pool = NULL;
+    (void)ith_pool_create(&pool, 0, NULL); /* without threads it is only slower */
+    ith_pool_for(pool, all, TOUCH_BYTES, touch, base);
+    ith_pool_destroy(pool);
+    cudaError_t code = cudaHostRegister(base, (size_t)all, cudaHostRegisterDefault);
+    if (code != cudaSuccess) {
+        munmap(base, (size_t)all);
+        return check_bytes(d, code, "pinning of host memory", bytes, err);
+    }
+    memcpy(base, &all, sizeof all);
+    *out = base + HOST_PAGE;
+    return ITH_OK;
+}
+
+static void cuda_free_host(ith_device *d, void *ptr)
+{
+    (void)d;
+    char *base = (char *)ptr - HOST_PAGE;
+    int64_t all = 0;
+    memcpy(&all, base, sizeof all);
+    (void)cudaHostUnregister(base);
+    munmap(base, (size_t)all);
+}
+
 static ith_status cuda_stamp(ith_device *d, int64_t idx, ith_error *err)
 {
     ith_cuda *cuda = cuda_of(d);
     void *grown = cuda->stamps;
-    ITH_TRY(ith_grow(&grown, &cuda->cap_stamps, idx + 1, (int64_t)sizeof(cudaEvent_t), "stamps",
-                     err));
+    ITH_TRY(
+        ith_grow(&grown, &cuda->cap_stamps, idx + 1, (int64_t)sizeof(cudaEvent_t), "stamps", err));
     cuda->stamps = grown;
     for (; cuda->num_stamps <= idx; cuda->num_stamps++)
         ITH_TRY(check_bytes(d, cudaEventCreate(&cuda->stamps[cuda->num_stamps]), "event", 0, err));
@@ -178,6 +226,8 @@ static void fill_device(ith_cuda *cuda)
                        .fill = cuda_fill,
                        .sync = cuda_sync,
                        .memory = cuda_memory,
+                       .alloc_host = cuda_alloc_host,
+                       .free_host = cuda_free_host,
                        .stamp = cuda_stamp,
                        .elapsed = cuda_elapsed};
     ith_device absent = {.name = cuda->name,
@@ -193,7 +243,8 @@ static void fill_device(ith_cuda *cuda)
     cuda->device = cuda->counting_only ? absent : real;
 }
 
-/* ---- open and close ------------------------------------------------------------------------------------ */
+/* ---- open and close
+ * ------------------------------------------------------------------------------------ */
 
 static ith_status check_runtime(cudaError_t code, const char *what, ith_error *err)
 {
@@ -310,7 +361,8 @@ void ith_cuda_close(ith_ctx *ctx)
     ctx->backend = NULL;
 }
 
-/* ---- description ----------------------------------------------------------------------------------------- */
+/* ---- description
+ * ----------------------------------------------------------------------------------------- */
 
 static void describe_device(ith_buf *out, int index)
 {
@@ -346,7 +398,8 @@ ith_status ith_cuda_describe(ith_buf *out, ith_error *err)
     return ith_buf_check(out, "description", err);
 }
 
-/* ---- graphs without a GPU --------------------------------------------------------------------------------- */
+/* ---- graphs without a GPU
+ * --------------------------------------------------------------------------------- */
 
 static ith_sdpa_key key_for(int64_t batch, int64_t seq, int64_t hq, int64_t hkv, int64_t dim,
                             bool causal, bool packed, bool fused_qkv)
