@@ -47,7 +47,10 @@ fuzz: deps
 	@tools/run_fuzz.sh $(FUZZ_SECONDS)
 
 bench: all
-	@$(BUILD)/bench/bench_ops
+	@cmake --build $(BUILD) -j$(JOBS) --target ithaca_bench ithaca_bench_gemm ithaca_bench_step
+	@$(BUILD)/bench/ithaca_bench
+	@$(BUILD)/bench/ithaca_bench_step model=small batch=4 seq=512 device=cpu profile=1
+	@if $(BUILD)/ithaca env | grep -q '^ *device.*cuda\|NVIDIA'; then $(BUILD)/bench/ithaca_bench_step device=cuda profile=1; fi
 
 lint: all
 	@tools/lint.sh $(BUILD)
