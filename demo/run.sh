@@ -79,7 +79,7 @@ right=$(sed 's/^.*"answer": *"\(.*\)", *"tokens".*$/\1/' "$run/answers.jsonl" | 
     awk 'NR % 2 { got = $0; next } got == $0 { n++ } END { print n + 0 }')
 printf '   all     %d of %d answers equal to the data, word for word\n' "$right" "$total"
 
-lies() { printf '  %-38s %s' "$1" "$2"; }
+lies() { printf '  %-42s %s' "$1" "$2"; }
 number() { sed -n "s/.*\"$1\": *\([0-9.e+-]*\).*/\1/p" "$2"; }
 first=$(number loss "$run/trained/trainer_log.jsonl" | head -n 1)
 last=$(number loss "$run/trained/trainer_log.jsonl" | tail -n 1)

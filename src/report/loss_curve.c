@@ -122,7 +122,8 @@ static void polyline(ith_buf *out, const panel *p, const ith_report_row *rows, i
 static void ranges(const ith_report_row *rows, int64_t count, panel *loss, panel *rate,
                    int64_t *bad)
 {
-    double lo = INFINITY, hi = -INFINITY, first = INFINITY, last = -INFINITY, rate_hi = 0;
+    double lo = (double)INFINITY, hi = -(double)INFINITY, first = (double)INFINITY,
+           last = -(double)INFINITY, rate_hi = 0;
     for (int64_t i = 0; i < count; i++) {
         if (!isfinite(rows[i].loss)) {
             (*bad)++;
