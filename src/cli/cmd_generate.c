@@ -102,6 +102,8 @@ static ith_status read_prompts(prompt_list *l, const ith_answering *a, const cha
 static bool on_token(void *arg, int64_t i, int32_t id, bool is_stop)
 {
     collector *c = arg;
+    if (c->status != ITH_OK) /* of another sequence: it must not be forgotten */
+        return false;
     c->total++;
     c->stopped[i] = is_stop;
     if (is_stop)

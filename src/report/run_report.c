@@ -93,12 +93,15 @@ static ith_status read_old_rows(ith_run_report *r, int64_t step, ith_error *err)
     for (char *line = text.data; status == ITH_OK && line && *line;) {
         size_t len = strcspn(line, "\n");
         json_t *j = NULL;
-        if (line[len] == '\n' && len &&
-            ith_json_parse(&j, line, (int64_t)len, r->log_path, NULL) == ITH_OK) {
-            ith_report_row row = row_of(j);
-            if (row.step <= step)
-                status = keep_row(r, &row, err);
-        }
+        ith_error why = {0};
+        ith_status parsed = line[len] == '\n' && len
+                                ? ith_json_parse(&j, line, (int64_t)len, r->log_path, &why)
+                                : ITH_ERR_FORMAT;
+        if (parsed == ITH_ERR_MEMORY)
+            status = ith_fail(err, parsed, "%s", why.text);
+        ith_report_row row = row_of(j);
+        if (parsed == ITH_OK && row.step <= step)
+            status = keep_row(r, &row, err);
         json_decref(j);
         line += len + (line[len] == '\n');
     }

@@ -266,7 +266,9 @@ ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_r
     if (!isnan(c->save_epochs))
         r.save_steps = ith_max_i64(1, (int64_t)((double)t->steps_per_epoch * c->save_epochs));
     ITH_TRY(ith_make_dirs(c->output_dir, err));
-    ITH_TRY(ith_measure_matmul_rate(&t->session, t->model->dtype, &r.matmul_rate));
+    if (t->matmul_rate <= 0)
+        ITH_TRY(ith_measure_matmul_rate(&t->session, t->model->dtype, &t->matmul_rate));
+    r.matmul_rate = t->matmul_rate;
     ITH_TRY(begin(&r, err));
     ITH_TRY(ith_run_report_open(&r.report, c->output_dir, r.at.step,
                                 c->report_to & ITH_REPORT_TENSORBOARD, err));

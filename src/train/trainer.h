@@ -42,6 +42,7 @@ typedef struct {
     ith_model *model;
     ith_step *step;
     int64_t total_steps, steps_per_epoch;
+    double matmul_rate; /* FLOP/s of this machine; 0: ith_trainer_run measures it */
 } ith_trainer;
 
 /* Config checks, model config, tokenizer, data, batches, memory plan. plan_only: no memory is

@@ -297,7 +297,7 @@ static void test_run_allocates_nothing_in_the_loop(void **state)
 static int teardown(void **state)
 {
     (void)state;
-    ith_free(base);
+    small_teardown(base);
     return 0;
 }
 
