@@ -60,13 +60,35 @@ template <typename T, int N> __device__ __forceinline__ void load_any(float (&ou
         out[i] = to_f32(x.v[i]);
 }
 
-template <typename T, int N> __device__ __forceinline__ void store_f32(T *dst, const float (&in)[N])
+/* f32 to T, nearest even: bf16 two at a time, which is one instruction. */
+template <typename T, int N>
+__device__ __forceinline__ vec<T, N> pack(const float (&in)[N])
 {
     vec<T, N> x;
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2)
+            *reinterpret_cast<__nv_bfloat162 *>(&x.v[i]) = __floats2bfloat162_rn(in[i], in[i + 1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            x.v[i] = from_f32<T>(in[i]);
+    }
+    return x;
+}
+
+template <typename T, int N> __device__ __forceinline__ void store_f32(T *dst, const float (&in)[N])
+{
+    *reinterpret_cast<vec<T, N> *>(dst) = pack<T, N>(in);
+}
+
+/* All of v rounded to T. */
+template <typename T, int N> __device__ __forceinline__ void round_all(float (&v)[N])
+{
+    vec<T, N> x = pack<T, N>(v);
 #pragma unroll
     for (int i = 0; i < N; i++)
-        x.v[i] = from_f32<T>(in[i]);
-    *reinterpret_cast<vec<T, N> *>(dst) = x;
+        v[i] = to_f32(x.v[i]);
 }
 
 /* Butterfly sum over groups of `width` lanes (a power of two): every lane gets the same bits. */

@@ -135,20 +135,43 @@ template <bool K_FAST> __device__ __forceinline__ uint32_t piece_at(uint32_t bas
                   : base + row * 256 + ((piece ^ (row & 7)) << 4);
 }
 
-/* One operand's tile at (i0, k0): 512 pieces by 256 threads. `major` is the stride of the slow index. */
-template <bool K_FAST>
-__device__ __forceinline__ void fetch(uint32_t to, const bf16 *from, int64_t major, int64_t i0,
-                                      int64_t i_end, int64_t k0, int64_t k_end)
-{
+/* What one thread fetches of an operand: two pieces of every tile, 64 rows (K_FAST) or 16 k apart.
+ * Addresses are made once and move on by `step` elements. */
+template <bool K_FAST> struct fetcher {
+    const bf16 *at[2];
+    bool in[2];
+    int k[2]; /* inside the tile */
+    uint32_t to[2];
+    int64_t step;
+
+    __device__ __forceinline__ fetcher(const bf16 *from, int64_t major, int64_t i0, int64_t i_end,
+                                       int64_t k0)
+    {
 #pragma unroll
-    for (int n = (int)threadIdx.x; n < 512; n += 256) {
-        int row = K_FAST ? n / 4 : n / 16, piece = K_FAST ? n % 4 : n % 16;
-        int64_t i = i0 + (K_FAST ? row : piece * 8), k = k0 + (K_FAST ? piece * 8 : row);
-        bool in = i < i_end && k < k_end;
-        const bf16 *at = from + (K_FAST ? i * major + k : k * major + i);
-        copy_16(piece_at<K_FAST>(to, row, piece), in ? at : from, in);
+        for (int n = 0; n < 2; n++) {
+            int p = (int)threadIdx.x + n * 256;
+            int row = K_FAST ? p / 4 : p / 16, piece = K_FAST ? p % 4 : p % 16;
+            int64_t i = i0 + (K_FAST ? row : piece * 8);
+            k[n] = K_FAST ? piece * 8 : row;
+            in[n] = i < i_end;
+            at[n] = from + (K_FAST ? (in[n] ? i : i0) * major + k0 + k[n]
+                                   : (k0 + k[n]) * major + (in[n] ? i : i0));
+            to[n] = piece_at<K_FAST>(0, row, piece);
+        }
+        step = K_FAST ? STEP : STEP * major;
     }
-}
+
+    /* The next tile, of which `left` k exist. */
+    __device__ __forceinline__ void fetch(uint32_t tile, int left)
+    {
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            bool live = in[n] && k[n] < left;
+            copy_16(tile + to[n], at[n], live); /* reads nothing when not live */
+            at[n] += step;
+        }
+    }
+};
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t at, bool transposed)
 {
@@ -244,14 +267,16 @@ __global__ void __launch_bounds__(256, 2)
     uint32_t base = (uint32_t)__cvta_generic_to_shared(shared);
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
     int wi = warp / 4 * 64, wj = warp % 4 * 32;
-    int steps = (int)((k_end - k_begin + STEP - 1) / STEP);
+    int inner = (int)(k_end - k_begin), steps = (inner + STEP - 1) / STEP;
+    fetcher<A_K_FAST> a(pa, a_major, i0, i_end, k_begin);
+    fetcher<B_K_FAST> b(pb, b_major, j0, p.n, k_begin);
     float c[4][4][4] = {};
 #pragma unroll
     for (int s = 0; s < STAGES - 1; s++) {
         uint32_t to = base + s * 2 * TILE_BYTES;
         if (s < steps) {
-            fetch<A_K_FAST>(to, pa, a_major, i0, i_end, k_begin + s * STEP, k_end);
-            fetch<B_K_FAST>(to + TILE_BYTES, pb, b_major, j0, p.n, k_begin + s * STEP, k_end);
+            a.fetch(to, inner - s * STEP);
+            b.fetch(to + TILE_BYTES, inner - s * STEP);
         }
         asm volatile("cp.async.commit_group;");
     }
@@ -261,9 +286,8 @@ __global__ void __launch_bounds__(256, 2)
         int next = s + STAGES - 1;
         uint32_t to = base + next % STAGES * 2 * TILE_BYTES;
         if (next < steps) {
-            int64_t k = k_begin + (int64_t)next * STEP;
-            fetch<A_K_FAST>(to, pa, a_major, i0, i_end, k, k_end);
-            fetch<B_K_FAST>(to + TILE_BYTES, pb, b_major, j0, p.n, k, k_end);
+            a.fetch(to, inner - next * STEP);
+            b.fetch(to + TILE_BYTES, inner - next * STEP);
         }
         asm volatile("cp.async.commit_group;");
         uint32_t at = base + s % STAGES * 2 * TILE_BYTES;

@@ -6,7 +6,7 @@
  * order of the block, so the bits do not vary. The most blocks are a constant. */
 #include "kernels/cuda/common.cuh"
 
-enum { BLOCKS = ITH_CUDA_SMS * 4 };
+enum { BLOCKS = ITH_CUDA_SMS * 3 };
 
 struct norm_args {
     int64_t rows, width;
@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM)
             load_any<T, N>(r, residual + row * a.residual + d);
 #pragma unroll
             for (int j = 0; j < N; j++)
-                s[i][j] = round_to<T>(s[i][j] + r[j]);
+                s[i][j] += r[j];
+            round_all<T, N>(s[i]);
             store_f32<T, N>(sum + row * a.sum + d, s[i]);
         }
 #pragma unroll
@@ -64,8 +65,12 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM)
         load_f32<T, N>(f, w + d);
 #pragma unroll
         for (int j = 0; j < N; j++)
-            f[j] = a.w_offset == 0 ? f[j] * round_to<T>(s[i][j] * r)
-                                   : s[i][j] * r * (a.w_offset + f[j]);
+            s[i][j] *= r;
+        if (a.w_offset == 0)
+            round_all<T, N>(s[i]);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            f[j] = s[i][j] * (a.w_offset + f[j]);
         store_f32<T, N>(y + row * a.y + d, f);
     }
 }
@@ -78,7 +83,7 @@ struct norm_back_args {
 
 /* Rows stay in registers as they were read; a team's columns of dw, too. */
 template <typename T, int N, int ITEMS, int TEAM>
-__global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM)
+__global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM, TEAM == 512 ? 1 : 3)
     backward(norm_back_args a, T *dx, float *__restrict__ partial, const T *dy, const T *dres,
              const T *__restrict__ x, const float *__restrict__ rstd, const T *__restrict__ w)
 {

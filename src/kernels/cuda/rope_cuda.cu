@@ -7,7 +7,7 @@
  * does: in registers, over the block's groups, over blocks, in order. */
 #include "kernels/cuda/common.cuh"
 
-enum { THREADS = 128, MAX_DIM = 512, BLOCKS = ITH_CUDA_SMS * 8 };
+enum { THREADS = 128, MAX_DIM = 512, BLOCKS = ITH_CUDA_SMS * 3 };
 
 struct rope_args {
     int64_t tokens, heads, dim, half;
@@ -44,12 +44,13 @@ __device__ __forceinline__ void angles(const rope_args &a, float (&c)[N], float 
     }
 }
 
-/* v, elements d .. d+N-1 of the vector u in shared memory, rotated (BACK: rotated back). */
+/* v: elements d .. d+N-1 of the vector u in shared memory, rotated (BACK: rotated back). */
 template <int N, bool BACK>
 __device__ __forceinline__ void rotate(const rope_args &a, float (&v)[N], const float *u, int d,
                                        const float (&c)[N], const float (&s)[N])
 {
     int half = (int)a.half;
+    load_any<float, N>(v, u + d);
     if (d >= 2 * half)
         return;
     bool low = d < half;
@@ -58,6 +59,11 @@ __device__ __forceinline__ void rotate(const rope_args &a, float (&v)[N], const 
 #pragma unroll
     for (int j = 0; j < N; j++)
         v[j] = v[j] * c[j] + sign * other[j] * s[j];
+}
+
+template <typename T, int N> __device__ __forceinline__ vec<T, N> read(const T *from)
+{
+    return *reinterpret_cast<const vec<T, N> *>(from);
 }
 
 /* A group's share: `HEADS` heads of one token, so that angles are read once. */
@@ -79,7 +85,7 @@ template <int HEADS> __device__ __forceinline__ share share_at(const rope_args &
 }
 
 template <typename T, int N, int ITEMS, int HEADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, ITEMS == 1 ? 8 : 4)
     rope_forward(rope_args a, T *out, float *__restrict__ rstd, const T *x, const T *__restrict__ w,
                  const T *__restrict__ cos, const T *__restrict__ sin,
                  const int32_t *__restrict__ ids)
@@ -88,7 +94,8 @@ __global__ void __launch_bounds__(THREADS)
     int lane = (int)threadIdx.x % a.group, groups = THREADS / a.group, heads = (int)a.heads;
     float *u = shared + (threadIdx.x / a.group) * a.dim * HEADS;
     share at = share_at<HEADS>(a, blockIdx.x * groups + threadIdx.x / a.group);
-    float v[HEADS][ITEMS][N] = {}, c[ITEMS][N], s[ITEMS][N], f[ITEMS][N];
+    vec<T, N> raw[HEADS][ITEMS];
+    float c[ITEMS][N], s[ITEMS][N];
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) { /* all reads first */
         int d = (i * a.group + lane) * N;
@@ -97,37 +104,46 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int h = 0; h < HEADS; h++)
             if (at.head + h < heads)
-                load_any<T, N>(v[h][i], x + at.t * a.x_row + (at.head + h) * a.x_head + d);
+                raw[h][i] = read<T, N>(x + at.t * a.x_row + (at.head + h) * a.x_head + d);
         angles<T, N>(a, c[i], s[i], at.t, d, cos, sin, ids);
-        if (w)
-            load_f32<T, N>(f[i], w + d);
     }
 #pragma unroll
-    for (int h = 0; h < HEADS && w; h++) {
-        float squares = 0;
+    for (int h = 0; h < HEADS; h++) {
+        float v[ITEMS][N], squares = 0, r = 1;
+        bool live = at.head + h < heads;
 #pragma unroll
         for (int i = 0; i < ITEMS; i++)
 #pragma unroll
-            for (int j = 0; j < N; j++)
-                squares += v[h][i][j] * v[h][i][j];
-        float r = 1.0f / sqrtf(group_sum(squares, a.group) / (float)a.dim + a.eps);
-        if (at.live && lane == 0 && at.head + h < heads)
-            rstd[at.t * heads + at.head + h] = r;
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++)
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                v[h][i][j] = round_to<T>(a.w_offset == 0 ? round_to<T>(v[h][i][j] * r) * f[i][j]
-                                                         : v[h][i][j] * r * (a.w_offset + f[i][j]));
-    }
-#pragma unroll
-    for (int h = 0; h < HEADS; h++)
+            for (int j = 0; j < N; j++) {
+                v[i][j] = live && (i * a.group + lane) * N < a.dim ? to_f32(raw[h][i].v[j]) : 0.0f;
+                squares += v[i][j] * v[i][j];
+            }
+        if (w) {
+            r = 1.0f / sqrtf(group_sum(squares, a.group) / (float)a.dim + a.eps);
+            if (at.live && lane == 0 && live)
+                rstd[at.t * heads + at.head + h] = r;
+        }
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             int d = (i * a.group + lane) * N;
-            if (d < a.dim)
-                store_f32<float, N>(u + h * a.dim + d, v[h][i]);
+            if (d >= a.dim)
+                continue;
+            if (w) {
+                float f[N];
+                load_f32<T, N>(f, w + d);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    v[i][j] *= r;
+                if (a.w_offset == 0)
+                    round_all<T, N>(v[i]);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    v[i][j] *= a.w_offset + f[j];
+                round_all<T, N>(v[i]);
+            }
+            store_f32<float, N>(u + h * a.dim + d, v[i]);
         }
+    }
     __syncwarp();
 #pragma unroll
     for (int h = 0; h < HEADS; h++)
@@ -135,8 +151,9 @@ __global__ void __launch_bounds__(THREADS)
         for (int i = 0; i < ITEMS; i++) {
             int d = (i * a.group + lane) * N;
             if (d < a.dim && at.live && at.head + h < heads) {
-                rotate<N, false>(a, v[h][i], u + h * a.dim, d, c[i], s[i]);
-                store_f32<T, N>(out + at.t * a.out_row + (at.head + h) * a.out_head + d, v[h][i]);
+                float v[N];
+                rotate<N, false>(a, v, u + h * a.dim, d, c[i], s[i]);
+                store_f32<T, N>(out + at.t * a.out_row + (at.head + h) * a.out_head + d, v);
             }
         }
 }
@@ -164,7 +181,7 @@ __device__ __forceinline__ void join_groups(const rope_args &a, float *partial, 
 }
 
 template <typename T, int N, int ITEMS, int HEADS>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, ITEMS == 1 ? 3 : 2)
     rope_backward(rope_args a, T *dx, float *__restrict__ partial, const T *dy,
                   const T *__restrict__ x, const float *__restrict__ rstd,
                   const T *__restrict__ w, const T *__restrict__ cos, const T *__restrict__ sin,
@@ -185,12 +202,13 @@ __global__ void __launch_bounds__(THREADS)
     }
     for (uint32_t round = 0; round < rounds; round++) { /* all lanes stay for the shuffles */
         share at = share_at<HEADS>(a, first + round * step);
-        float v[HEADS][ITEMS][N] = {}, xh[HEADS][ITEMS][N] = {}, c[ITEMS][N], s[ITEMS][N], r[HEADS];
+        vec<T, N> grads[HEADS][ITEMS], xs[HEADS][ITEMS];
+        float c[ITEMS][N], s[ITEMS][N], r[HEADS];
 #pragma unroll
         for (int h = 0; h < HEADS; h++)
             r[h] = w && at.live && at.head + h < heads ? rstd[at.t * heads + at.head + h] : 0.0f;
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
+        for (int i = 0; i < ITEMS; i++) { /* all reads first */
             int d = (i * a.group + lane) * N;
             if (d >= a.dim)
                 continue;
@@ -199,9 +217,9 @@ __global__ void __launch_bounds__(THREADS)
                 int64_t head = at.head + h;
                 if (head >= heads)
                     continue;
-                load_any<T, N>(v[h][i], dy + at.t * a.in_row + head * a.in_head + d);
+                grads[h][i] = read<T, N>(dy + at.t * a.in_row + head * a.in_head + d);
                 if (w)
-                    load_f32<T, N>(xh[h][i], x + at.t * a.x_row + head * a.x_head + d);
+                    xs[h][i] = read<T, N>(x + at.t * a.x_row + head * a.x_head + d);
             }
             angles<T, N>(a, c[i], s[i], at.t, d, cos, sin, ids);
         }
@@ -211,28 +229,32 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
                 int d = (i * a.group + lane) * N;
-                if (d < a.dim)
-                    store_f32<float, N>(u + h * a.dim + d, v[h][i]);
+                float v[N];
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    v[j] = to_f32(grads[h][i].v[j]);
+                if (d < a.dim && at.head + h < heads)
+                    store_f32<float, N>(u + h * a.dim + d, v);
             }
         __syncwarp();
 #pragma unroll
         for (int h = 0; h < HEADS; h++) {
             bool live = at.live && at.head + h < heads;
-            float dot = 0;
+            float v[ITEMS][N], xh[ITEMS][N], dot = 0;
 #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
                 int d = (i * a.group + lane) * N;
                 if (d >= a.dim || !live)
                     continue;
-                rotate<N, true>(a, v[h][i], u + h * a.dim, d, c[i], s[i]);
+                rotate<N, true>(a, v[i], u + h * a.dim, d, c[i], s[i]);
                 if (!w)
                     continue;
 #pragma unroll
                 for (int j = 0; j < N; j++) {
-                    xh[h][i][j] *= r[h];
-                    dw[i][j] += v[h][i][j] * xh[h][i][j];
-                    v[h][i][j] *= a.w_offset + f[i][j];
-                    dot += v[h][i][j] * xh[h][i][j];
+                    xh[i][j] = to_f32(xs[h][i].v[j]) * r[h];
+                    dw[i][j] += v[i][j] * xh[i][j];
+                    v[i][j] *= a.w_offset + f[i][j];
+                    dot += v[i][j] * xh[i][j];
                 }
             }
             float mean = w ? group_sum(dot, a.group) / (float)a.dim : 0.0f;
@@ -243,8 +265,8 @@ __global__ void __launch_bounds__(THREADS)
                     continue;
 #pragma unroll
                 for (int j = 0; j < N; j++)
-                    v[h][i][j] = w ? r[h] * (v[h][i][j] - xh[h][i][j] * mean) : v[h][i][j];
-                store_f32<T, N>(dx + at.t * a.out_row + (at.head + h) * a.out_head + d, v[h][i]);
+                    v[i][j] = w ? r[h] * (v[i][j] - xh[i][j] * mean) : v[i][j];
+                store_f32<T, N>(dx + at.t * a.out_row + (at.head + h) * a.out_head + d, v[i]);
             }
         }
     }
@@ -361,7 +383,7 @@ static ith_status backward_one(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_t
     } while (0)
     ITH_BY_TYPE(x.dtype, {
         if (wide && a.dim <= 32 * WIDE<T>)
-            LAUNCH(WIDE<T>, 1, 2);
+            LAUNCH(WIDE<T>, 1, 4);
         else if (wide)
             LAUNCH(WIDE<T>, MAX_DIM / 32 / WIDE<T>, 1);
         else

@@ -5,7 +5,7 @@
  * per distinct id adds its rows in order of t: the same bits on every run. */
 #include "kernels/cuda/common.cuh"
 
-enum { THREADS = 256, AHEAD = 8 };
+enum { THREADS = 256, AHEAD = 16 };
 
 /* ---- gather and scatter ------------------------------------------------------------------------ */
 
@@ -248,7 +248,30 @@ static ith_status zero(ith_ctx *ctx, ith_tensor y)
 
 /* ---- embedding gradient ------------------------------------------------------------------------- */
 
-/* One block per place of the sorted order; those that start a run of equal ids add the whole run. */
+/* End of the run of equal ids that begins at `first`. */
+__device__ __forceinline__ int64_t run_end(const int32_t *ids, int64_t first, int64_t n)
+{
+    int32_t id = ids[first];
+    int64_t lo = first, hi = n; /* ids[lo] is in the run, ids[hi] is not */
+    for (int64_t step = 1; lo + step < n; step *= 2) {
+        if (ids[lo + step] != id) {
+            hi = lo + step;
+            break;
+        }
+        lo += step;
+    }
+    while (hi - lo > 1) {
+        int64_t mid = (lo + hi) / 2;
+        if (ids[mid] == id)
+            lo = mid;
+        else
+            hi = mid;
+    }
+    return hi;
+}
+
+/* One block per place of the sorted order; those that start a run of equal ids add the whole run,
+ * AHEAD rows in flight, in order of the token. */
 template <typename T, int N>
 __global__ void add_runs(float *__restrict__ dw, const T *__restrict__ dy,
                          const int32_t *__restrict__ ids, const int32_t *__restrict__ tokens,
@@ -258,28 +281,24 @@ __global__ void add_runs(float *__restrict__ dw, const T *__restrict__ dy,
     int32_t id = ids[first];
     if (first > 0 && ids[first - 1] == id)
         return;
+    int64_t end = run_end(ids, first, n);
     for (int64_t d = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * N; d < width;
          d += (int64_t)gridDim.y * blockDim.x * N) {
         float *out = dw + id * dw_stride + d;
         float sum[N];
         load_any<float, N>(sum, out);
-        bool more = true;
-        for (int64_t i = first; more; i += AHEAD) { /* reads first, sums in order after them */
-            float x[AHEAD][N];
-            bool in[AHEAD];
+        for (int64_t i = first; i < end; i += AHEAD) {
+            vec<T, N> x[AHEAD];
+            int64_t left = end - i;
 #pragma unroll
-            for (int a = 0; a < AHEAD; a++) {
-                in[a] = i + a < n && ids[i + a] == id;
-                if (in[a])
-                    load_f32<T, N>(x[a], dy + tokens[i + a] * dy_stride + d);
-            }
+            for (int a = 0; a < AHEAD; a++) /* past the end the last row again: no branches */
+                x[a] = *reinterpret_cast<const vec<T, N> *>(
+                    dy + tokens[a < left ? i + a : end - 1] * dy_stride + d);
 #pragma unroll
             for (int a = 0; a < AHEAD; a++)
-                if (in[a])
 #pragma unroll
-                    for (int j = 0; j < N; j++)
-                        sum[j] += x[a][j];
-            more = in[AHEAD - 1];
+                for (int j = 0; j < N; j++)
+                    sum[j] = a < left ? sum[j] + to_f32(x[a].v[j]) : sum[j];
         }
         store_f32<float, N>(out, sum);
     }
