@@ -4,8 +4,8 @@
  *
  * The floor is the larger of bytes over 4.3 TB/s and FLOP over 670 TFLOP/s (attention: its own
  * measured rates). Bytes and FLOP come from the header formulas. Times: host clock around many
- * calls and one wait, after warm-up; sustained, so the power cap is in them. Memory is planned as in
- * a run: the walk counts first, then runs. */
+ * calls and one wait, after warm-up; sustained, so the power cap is in them. Memory is planned as
+ * in a run: the walk counts first, then runs. */
 #include "kernels/backend.h"
 #include "kernels/cuda_plugin.h"
 
@@ -48,7 +48,7 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* ---- tensors ------------------------------------------------------------------------------------- */
+/* ---- tensors ---- */
 
 static ith_status fill_noise(bench *b, ith_tensor t)
 {
@@ -83,7 +83,7 @@ static ith_tensor row(ith_tensor t)
     return ith_tensor_1d(t.data, t.dtype, ith_numel(t));
 }
 
-/* ---- timing -------------------------------------------------------------------------------------- */
+/* ---- timing ---- */
 
 typedef struct {
     ith_tensor t[12];
@@ -92,8 +92,8 @@ typedef struct {
 typedef ith_status (*call)(bench *b, const args *a);
 
 /* times: how often a step does this per layer; 0: not counted in the sum. */
-static ith_status timed(bench *b, const char *name, call f, const args *a, double bytes, double flop,
-                        double rate)
+static ith_status timed(bench *b, const char *name, call f, const args *a, double bytes,
+                        double flop, double rate)
 {
     if (!strstr(name, b->only))
         return ITH_OK;
@@ -122,7 +122,7 @@ static ith_status timed(bench *b, const char *name, call f, const args *a, doubl
     return ITH_OK;
 }
 
-/* ---- operators ------------------------------------------------------------------------------------ */
+/* ---- operators ---- */
 
 static ith_status norm_fwd(bench *b, const args *a)
 {
@@ -217,7 +217,7 @@ static ith_status sumsq(bench *b, const args *a)
     return ith_sumsq_accumulate(b->ctx, a->t[6], a->t[4]);
 }
 
-/* ---- the walk ------------------------------------------------------------------------------------- */
+/* ---- the walk ---- */
 
 static ith_status walk_linear(bench *b, const char *name, int64_t rows, int64_t n, int64_t k)
 {
@@ -385,7 +385,7 @@ static ith_status walk_adamw(bench *b)
     return ITH_OK;
 }
 
-/* ---- experts: 128 of 768, 8 per token, hidden 2048 (Qwen3-30B-A3B) --------------------------------- */
+/* ---- experts: 128 of 768, 8 per token, hidden 2048 (Qwen3-30B-A3B) ---- */
 
 static ith_status moe_fwd(bench *b, const args *a)
 {

@@ -172,7 +172,7 @@ static ith_status attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, 
     return run_plan(ctx, &scratch, plan, data, scale, q);
 }
 
-/* ---- backward ---------------------------------------------------------------------------------------- */
+/* ---- backward ---- */
 
 static bool backward_is_plain(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
                               ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
@@ -199,7 +199,8 @@ static int64_t attention_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_ten
     int64_t delta = ith_round_up(ith_mul_bytes(ith_numel(lse), 4), 256);
     if (q.shape[0] == 0 || backward_is_plain(ctx, dq, dk, dv, do_, q, k, v, o, seqs))
         return delta;
-    int64_t heads = ith_round_up(ith_mul_bytes((q.shape[0] + 128) * q.shape[1] * q.shape[2], 2), 256);
+    int64_t heads =
+        ith_round_up(ith_mul_bytes((q.shape[0] + 128) * q.shape[1] * q.shape[2], 2), 256);
     int64_t gaps = gap_bytes(q) + gap_bytes(k) + gap_bytes(v) + gap_bytes(o) + gap_bytes(do_) +
                    gap_bytes(dq) + gap_bytes(dk) + gap_bytes(dv);
     return delta + 4 * heads /* f32 dq, and dk and dv of every query head */ + gaps +

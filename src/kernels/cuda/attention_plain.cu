@@ -341,8 +341,9 @@ static ith_status backward_of(ith_ctx *ctx, const attn_args &a, ith_tensor dq, i
                               float *delta)
 {
     const int32_t *cu = (const int32_t *)seqs.cu_seqlens.data;
-    plain_delta<T><<<(unsigned)ith_div_ceil(a.tokens * a.q_heads, 4), 128, 0,
-                     ith_cuda_stream(ctx)>>>(a, delta, (const T *)do_.data, (const T *)o.data);
+    plain_delta<T>
+        <<<(unsigned)ith_div_ceil(a.tokens * a.q_heads, 4), 128, 0, ith_cuda_stream(ctx)>>>(
+            a, delta, (const T *)do_.data, (const T *)o.data);
     LAUNCH((plain_dq<T, ITEMS>), a.q_heads, 2 * ROWS + 2 * COLS, (T *)dq.data, (const T *)do_.data,
            (const T *)q.data, (const T *)k.data, (const T *)v.data, (const float *)lse.data, delta,
            cu);

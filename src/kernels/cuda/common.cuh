@@ -61,8 +61,7 @@ template <typename T, int N> __device__ __forceinline__ void load_any(float (&ou
 }
 
 /* f32 to T, nearest even: bf16 two at a time, which is one instruction. */
-template <typename T, int N>
-__device__ __forceinline__ vec<T, N> pack(const float (&in)[N])
+template <typename T, int N> __device__ __forceinline__ vec<T, N> pack(const float (&in)[N])
 {
     vec<T, N> x;
     if constexpr (sizeof(T) == 2 && N % 2 == 0) {

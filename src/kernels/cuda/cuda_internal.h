@@ -53,8 +53,7 @@ ith_status ith_cuda_check(ith_error *err, cudaError_t code, const char *what, it
 /* To end every operator that launched kernels. */
 #define ITH_CUDA_LAUNCHED(ctx, t)                                                                  \
     ith_cuda_check((ctx)->err, cudaGetLastError(), "kernel launch", (t))
-#define ITH_CUDA_TRY(ctx, call, t)                                                                 \
-    ITH_TRY(ith_cuda_check((ctx)->err, (call), #call, (t)))
+#define ITH_CUDA_TRY(ctx, call, t) ITH_TRY(ith_cuda_check((ctx)->err, (call), #call, (t)))
 
 /* Pieces of ctx->scratch, 256-byte aligned, in order; the sum must stay within scratch_bytes. */
 typedef struct {
@@ -74,7 +73,8 @@ static inline void *ith_carve_take(ith_carve *c, int64_t bytes)
     return p;
 }
 
-/* ---- parts behind operators -------------------------------------------------------------------- */
+/* ---- parts behind operators --------------------------------------------------------------------
+ */
 
 /* D = alpha-less product through cuBLASLt. Column-major as cuBLAS has it: D [m,n] = op(A) op(B)
  * (+ D), op(A): [m,k]. */
@@ -116,9 +116,9 @@ ith_status ith_attention_plain_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor 
                                         bool causal, float *delta);
 
 /* Stable sort of n keys in [0, num_buckets), num_buckets <= 1024: rank[i] is the place of element i
- * when `rank` is given; out_key/out_value (either may be NULL) receive key and value (value NULL: i)
- * in order. The key of element i is (keys[i] >> shift) & mask. bucket_begin: [num_buckets + 1] or
- * NULL. */
+ * when `rank` is given; out_key/out_value (either may be NULL) receive key and value (value NULL:
+ * i) in order. The key of element i is (keys[i] >> shift) & mask. bucket_begin: [num_buckets + 1]
+ * or NULL. */
 typedef struct {
     const int32_t *keys, *values;
     int32_t *rank, *out_key, *out_value, *bucket_begin;
@@ -135,11 +135,12 @@ void ith_cuda_copy_heads(cudaStream_t stream, ith_tensor to, ith_tensor from);
 void ith_cuda_add_columns(cudaStream_t stream, float *dw, const float *partial, int64_t teams,
                           int64_t width);
 
-/* ---- tables of run and workspace functions, one per file --------------------------------------- */
-void ith_cuda_fill_rows(struct ith_backend *b);      /* embedding, gather, scatter, add, cast, zero */
-void ith_cuda_fill_norm(struct ith_backend *b);      /* rmsnorm */
-void ith_cuda_fill_rope(struct ith_backend *b);      /* qk_norm_rope */
-void ith_cuda_fill_linear(struct ith_backend *b);    /* linear */
+/* ---- tables of run and workspace functions, one per file ---------------------------------------
+ */
+void ith_cuda_fill_rows(struct ith_backend *b);   /* embedding, gather, scatter, add, cast, zero */
+void ith_cuda_fill_norm(struct ith_backend *b);   /* rmsnorm */
+void ith_cuda_fill_rope(struct ith_backend *b);   /* qk_norm_rope */
+void ith_cuda_fill_linear(struct ith_backend *b); /* linear */
 void ith_cuda_fill_attention(struct ith_backend *b); /* attention, decode */
 void ith_cuda_fill_swiglu(struct ith_backend *b);
 void ith_cuda_fill_loss(struct ith_backend *b);      /* cross entropy, dot */

@@ -18,8 +18,7 @@ ith_status ith_cuda_check(ith_error *err, cudaError_t code, const char *what, it
                     ith_tensor_text(t, shape, sizeof shape));
 }
 
-/* ---- device
- * ------------------------------------------------------------------------------------------- */
+/* ---- device ---- */
 
 static ith_cuda *cuda_of(ith_device *d)
 {
@@ -243,8 +242,7 @@ static void fill_device(ith_cuda *cuda)
     cuda->device = cuda->counting_only ? absent : real;
 }
 
-/* ---- open and close
- * ------------------------------------------------------------------------------------ */
+/* ---- open and close ---- */
 
 static ith_status check_runtime(cudaError_t code, const char *what, ith_error *err)
 {
@@ -361,8 +359,7 @@ void ith_cuda_close(ith_ctx *ctx)
     ctx->backend = NULL;
 }
 
-/* ---- description
- * ----------------------------------------------------------------------------------------- */
+/* ---- description ---- */
 
 static void describe_device(ith_buf *out, int index)
 {
@@ -398,8 +395,7 @@ ith_status ith_cuda_describe(ith_buf *out, ith_error *err)
     return ith_buf_check(out, "description", err);
 }
 
-/* ---- graphs without a GPU
- * --------------------------------------------------------------------------------- */
+/* ---- graphs without a GPU ---- */
 
 static ith_sdpa_key key_for(int64_t batch, int64_t seq, int64_t hq, int64_t hkv, int64_t dim,
                             bool causal, bool packed, bool fused_qkv)

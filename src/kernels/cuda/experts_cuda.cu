@@ -94,7 +94,8 @@ static ith_status router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tensor top
     if (experts > MAX_EXPERTS)
         return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED, "%lld experts; the most is %d",
                         (long long)experts, MAX_EXPERTS);
-    ITH_ASSERT(ith_is_contiguous(topk_w) && ith_is_contiguous(topk_idx) && ith_is_contiguous(probs));
+    ITH_ASSERT(ith_is_contiguous(topk_w) && ith_is_contiguous(topk_idx) &&
+               ith_is_contiguous(probs));
 #define LAUNCH(ITEMS)                                                                              \
     router_fwd<T, ITEMS>                                                                           \
         <<<(unsigned)ith_div_ceil(rows, WARPS), THREADS, 0, ith_cuda_stream(ctx)>>>(               \
@@ -156,8 +157,7 @@ static ith_status router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor d
         return ITH_OK;
     ITH_ASSERT(ith_is_contiguous(topk_w) && ith_is_contiguous(topk_idx) &&
                ith_is_contiguous(probs) && ith_is_contiguous(dtopk_w));
-    ITH_BY_TYPE(dlogits.dtype,
-                router_bwd<T>
+    ITH_BY_TYPE(dlogits.dtype, router_bwd<T>
                 <<<(unsigned)ith_div_ceil(rows, WARPS), THREADS, 0, ith_cuda_stream(ctx)>>>(
                     (T *)dlogits.data, (const float *)dtopk_w.data, (const float *)topk_w.data,
                     (const int32_t *)topk_idx.data, (const float *)probs.data,
@@ -166,7 +166,7 @@ static ith_status router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor d
     return ITH_CUDA_LAUNCHED(ctx, dlogits);
 }
 
-/* ---- load ------------------------------------------------------------------------------------------ */
+/* ---- load ---- */
 
 enum { LOAD_BLOCKS = ITH_CUDA_SMS };
 
@@ -217,7 +217,7 @@ static ith_status expert_load(ith_ctx *ctx, ith_tensor fraction, ith_tensor mean
     return ITH_CUDA_LAUNCHED(ctx, probs);
 }
 
-/* ---- sort ----------------------------------------------------------------------------------------- */
+/* ---- sort ---- */
 
 __global__ void divide(int32_t *x, int64_t n, int32_t by)
 {
@@ -256,7 +256,7 @@ static ith_status expert_sort(ith_ctx *ctx, ith_tensor offsets, ith_tensor sourc
     return ITH_CUDA_LAUNCHED(ctx, topk_idx);
 }
 
-/* ---- combination ----------------------------------------------------------------------------------- */
+/* ---- combination ---- */
 
 template <typename T, int N>
 __global__ void combine_fwd(T *y, const T *base, const T *__restrict__ x,
@@ -294,7 +294,7 @@ static ith_status expert_combine(ith_ctx *ctx, ith_tensor y, ith_tensor base, it
     ITH_ASSERT(ith_is_contiguous(row_of) && (is_absent(topk_w) || ith_is_contiguous(topk_w)));
     bool wide = rows_aligned(y, n) && rows_aligned(base, n) && rows_aligned(x, n);
 #define LAUNCH(N)                                                                                  \
-    combine_fwd<T, N><<<grid_of(rows * width, 256 * N, 1 << 20), 256, 0, ith_cuda_stream(ctx)>>>(  \
+    combine_fwd<T, N><<<grid_of(rows *width, 256 * N, 1 << 20), 256, 0, ith_cuda_stream(ctx)>>>(   \
         (T *)y.data, (const T *)base.data, (const T *)x.data, (const float *)topk_w.data,          \
         (const int32_t *)row_of.data, rows, width, (int)row_of.shape[1], y.stride[0],              \
         base.stride[0], x.stride[0])
@@ -344,14 +344,14 @@ static ith_status expert_combine_backward(ith_ctx *ctx, ith_tensor dx, ith_tenso
     int64_t pairs = ith_numel(row_of), width = dy.shape[1], n = 16 / ith_dtype_bytes(dy.dtype);
     if (pairs == 0)
         return ITH_OK;
-    ITH_ASSERT(ith_is_contiguous(row_of) && ith_is_contiguous(topk_w) && ith_is_contiguous(dtopk_w));
+    ITH_ASSERT(ith_is_contiguous(row_of) && ith_is_contiguous(topk_w) &&
+               ith_is_contiguous(dtopk_w));
     bool wide = rows_aligned(dx, n) && rows_aligned(dy, n) && rows_aligned(x, n);
 #define LAUNCH(N)                                                                                  \
-    combine_bwd<T, N>                                                                              \
-        <<<(unsigned)ith_div_ceil(pairs, WARPS), THREADS, 0, ith_cuda_stream(ctx)>>>(              \
-            (T *)dx.data, (float *)dtopk_w.data, (const T *)dy.data, (const T *)x.data,            \
-            (const float *)topk_w.data, (const int32_t *)row_of.data, pairs, width,                \
-            (int)row_of.shape[1], dx.stride[0], dy.stride[0], x.stride[0])
+    combine_bwd<T, N><<<(unsigned)ith_div_ceil(pairs, WARPS), THREADS, 0, ith_cuda_stream(ctx)>>>( \
+        (T *)dx.data, (float *)dtopk_w.data, (const T *)dy.data, (const T *)x.data,                \
+        (const float *)topk_w.data, (const int32_t *)row_of.data, pairs, width,                    \
+        (int)row_of.shape[1], dx.stride[0], dy.stride[0], x.stride[0])
     ITH_BY_TYPE(dy.dtype, {
         if (wide)
             LAUNCH(WIDE<T>);

@@ -53,11 +53,12 @@ __global__ void list_tiles(row_tile *tiles, int64_t num_tiles, const int32_t *of
         tiles[i] = {-1, 0, 0, 0};
 }
 
-/* ---- plain arithmetic ------------------------------------------------------------------------------ */
+/* ---- plain arithmetic ---- */
 
 enum { BLOCK = 64, DEPTH = 16 };
 
-/* Loads a BLOCK x DEPTH tile of (i,k) into to[k][i]; the faster of i and k runs along the threads. */
+/* Loads a BLOCK x DEPTH tile of (i,k) into to[k][i]; the faster of i and k runs along the threads.
+ */
 template <typename T>
 __device__ __forceinline__ void load_tile(float (*to)[BLOCK + 4], const T *from, int64_t s_i,
                                           int64_t s_k, int64_t i0, int64_t i_end, int64_t k0,
@@ -73,8 +74,8 @@ __device__ __forceinline__ void load_tile(float (*to)[BLOCK + 4], const T *from,
 /* ROWS_INNER: an expert's rows are summed over. 16 x 16 threads, 4 x 4 results each. */
 template <typename T, typename C, bool ROWS_INNER>
 __global__ void __launch_bounds__(256)
-    product_plain(product p, const row_tile *__restrict__ tiles, const int32_t *__restrict__ offsets,
-                  int32_t rows)
+    product_plain(product p, const row_tile *__restrict__ tiles,
+                  const int32_t *__restrict__ offsets, int32_t rows)
 {
     __shared__ float a[DEPTH][BLOCK + 4], b[DEPTH][BLOCK + 4];
     int64_t j0 = (int64_t)blockIdx.x * BLOCK, i0, i_end, k_begin = 0, k_end = p.inner, group;
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(256)
             }
 }
 
-/* ---- tensor cores ---------------------------------------------------------------------------------- */
+/* ---- tensor cores ---- */
 
 enum { TILE = 128, STEP = 32, STAGES = 4, TILE_BYTES = TILE * STEP * 2 };
 
@@ -129,7 +130,8 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void *from, bool in)
 
 /* Shared-memory address of a 16-byte piece. K_FAST: rows of 32 k (64 bytes), one per i; otherwise
  * rows of 128 i (256 bytes), one per k. Pieces are swizzled so that eight rows hit all banks. */
-template <bool K_FAST> __device__ __forceinline__ uint32_t piece_at(uint32_t base, int row, int piece)
+template <bool K_FAST>
+__device__ __forceinline__ uint32_t piece_at(uint32_t base, int row, int piece)
 {
     return K_FAST ? base + row * 64 + ((piece ^ (row >> 1 & 3)) << 4)
                   : base + row * 256 + ((piece ^ (row & 7)) << 4);
@@ -215,9 +217,10 @@ __device__ __forceinline__ void step_product(float (&c)[4][4][4], uint32_t a_til
         for (int j = 0; j < 2; j++) {
             int at = wj + j * 16;
             load_matrices(b[j],
-                          B_K_FAST ? piece_at<true>(b_tile, at + (lane & 7) + (lane >> 4) * 8,
-                                                    kk / 8 + (lane >> 3 & 1))
-                                   : piece_at<false>(b_tile, kk + (lane & 15), at / 8 + (lane >> 4)),
+                          B_K_FAST
+                              ? piece_at<true>(b_tile, at + (lane & 7) + (lane >> 4) * 8,
+                                               kk / 8 + (lane >> 3 & 1))
+                              : piece_at<false>(b_tile, kk + (lane & 15), at / 8 + (lane >> 4)),
                           !B_K_FAST);
         }
 #pragma unroll
@@ -308,7 +311,7 @@ __global__ void __launch_bounds__(256, 2)
             }
 }
 
-/* ---- host ------------------------------------------------------------------------------------------- */
+/* ---- host ---- */
 
 static product product_of(const ith_grouped *g)
 {
@@ -347,10 +350,10 @@ static ith_status run_mma(ith_ctx *ctx, const ith_grouped *g, const product &p, 
     int bytes = STAGES * 2 * TILE_BYTES;
 #define LAUNCH(...)                                                                                \
     do {                                                                                           \
-        ITH_CUDA_TRY(ctx,                                                                          \
-                     cudaFuncSetAttribute(__VA_ARGS__,                                             \
-                                          cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),     \
-                     g->out);                                                                      \
+        ITH_CUDA_TRY(                                                                              \
+            ctx,                                                                                   \
+            cudaFuncSetAttribute(__VA_ARGS__, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), \
+            g->out);                                                                               \
         (__VA_ARGS__)<<<grid, 256, (size_t)bytes, stream>>>(p, tiles, g->offsets);                 \
     } while (0)
     if (g->kind == ITH_GROUPED_FORWARD)
@@ -368,11 +371,11 @@ static void run_plain(ith_ctx *ctx, const ith_grouped *g, const product &p, dim3
                       const row_tile *tiles)
 {
     if (g->kind == ITH_GROUPED_WEIGHT)
-        product_plain<T, C, true><<<grid, 256, 0, ith_cuda_stream(ctx)>>>(
-            p, tiles, g->offsets, (int32_t)g->a.shape[0]);
+        product_plain<T, C, true>
+            <<<grid, 256, 0, ith_cuda_stream(ctx)>>>(p, tiles, g->offsets, (int32_t)g->a.shape[0]);
     else
-        product_plain<T, C, false><<<grid, 256, 0, ith_cuda_stream(ctx)>>>(
-            p, tiles, g->offsets, (int32_t)g->a.shape[0]);
+        product_plain<T, C, false>
+            <<<grid, 256, 0, ith_cuda_stream(ctx)>>>(p, tiles, g->offsets, (int32_t)g->a.shape[0]);
 }
 
 int64_t ith_grouped_workspace_bytes(int64_t rows, int64_t num_groups)

@@ -31,7 +31,8 @@ __device__ __forceinline__ running join_block(running r)
 {
     __shared__ running part[32];
     for (int o = 16; o > 0; o >>= 1)
-        r = join(r, {__shfl_xor_sync(0xffffffffu, r.max, o), __shfl_xor_sync(0xffffffffu, r.sum, o)});
+        r = join(r,
+                 {__shfl_xor_sync(0xffffffffu, r.max, o), __shfl_xor_sync(0xffffffffu, r.sum, o)});
     if (threadIdx.x % 32 == 0)
         part[threadIdx.x / 32] = r;
     __syncthreads();
@@ -93,10 +94,9 @@ static ith_status cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor lo
         return ITH_OK;
     bool wide = rows_aligned(logits, 16 / ith_dtype_bytes(logits.dtype));
 #define LAUNCH(N)                                                                                  \
-    cross_entropy_rows<T, N>                                                                       \
-        <<<(unsigned)logits.shape[0], ROW_THREADS, 0, ith_cuda_stream(ctx)>>>(                     \
-            (float *)row_loss.data, (T *)logits.data, (const int32_t *)labels.data,                \
-            (const float *)seeds.data, logits.shape[1], logits.stride[0], gradient)
+    cross_entropy_rows<T, N><<<(unsigned)logits.shape[0], ROW_THREADS, 0, ith_cuda_stream(ctx)>>>( \
+        (float *)row_loss.data, (T *)logits.data, (const int32_t *)labels.data,                    \
+        (const float *)seeds.data, logits.shape[1], logits.stride[0], gradient)
     ITH_BY_TYPE(logits.dtype, {
         if (wide)
             LAUNCH(WIDE<T>);
@@ -107,7 +107,7 @@ static ith_status cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor lo
     return ITH_CUDA_LAUNCHED(ctx, logits);
 }
 
-/* ---- sums ---------------------------------------------------------------------------------------- */
+/* ---- sums ---- */
 
 /* partial[block] = sum over the block's part of a*b, a*a (SQUARE) or a. */
 template <bool SQUARE>
@@ -141,7 +141,8 @@ __global__ void sum_partials(double *out, const double *__restrict__ partial, in
         out[0] += sum;
 }
 
-static ith_status accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, const float *b, bool square)
+static ith_status accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, const float *b,
+                             bool square)
 {
     int64_t n = ith_numel(a);
     if (n == 0)
@@ -154,8 +155,8 @@ static ith_status accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, const f
         sum_parts<true><<<blocks, SUM_THREADS, 0, stream>>>(partial, (const float *)a.data, NULL, n,
                                                             per_block);
     else
-        sum_parts<false><<<blocks, SUM_THREADS, 0, stream>>>(partial, (const float *)a.data, b, n,
-                                                             per_block);
+        sum_parts<false>
+            <<<blocks, SUM_THREADS, 0, stream>>>(partial, (const float *)a.data, b, n, per_block);
     sum_partials<<<1, SUM_THREADS, 0, stream>>>((double *)out.data, partial, (int)blocks);
     return ITH_CUDA_LAUNCHED(ctx, a);
 }

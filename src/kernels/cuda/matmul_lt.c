@@ -39,7 +39,8 @@ ith_status ith_matmul_cache_create(ith_matmul_cache **out, ith_error *err)
 
 void ith_matmul_cache_destroy(ith_matmul_cache *cache)
 {
-    ith_free(cache); /* descriptors die with the handle's process; cuBLASLt holds no device memory */
+    ith_free(
+        cache); /* descriptors die with the handle's process; cuBLASLt holds no device memory */
 }
 
 static int64_t alignment(const void *p)
@@ -116,18 +117,15 @@ static ith_status describe(ith_ctx *ctx, matmul_entry *e)
                      lt->cublasLtMatmulDescSetAttribute(e->op, CUBLASLT_MATMUL_DESC_TRANSB, &ops[1],
                                                         sizeof ops[1]),
                      "transpose of B"));
-    ITH_TRY(check_lt(ctx,
-                     lt->cublasLtMatrixLayoutCreate(&e->a, in, (uint64_t)a_rows, (uint64_t)a_cols,
-                                                    k->lda),
-                     "layout of A"));
-    ITH_TRY(check_lt(ctx,
-                     lt->cublasLtMatrixLayoutCreate(&e->b, in, (uint64_t)b_rows, (uint64_t)b_cols,
-                                                    k->ldb),
-                     "layout of B"));
-    return check_lt(ctx,
-                    lt->cublasLtMatrixLayoutCreate(&e->d, out, (uint64_t)k->m, (uint64_t)k->n,
-                                                   k->ldd),
-                    "layout of D");
+    ITH_TRY(check_lt(
+        ctx, lt->cublasLtMatrixLayoutCreate(&e->a, in, (uint64_t)a_rows, (uint64_t)a_cols, k->lda),
+        "layout of A"));
+    ITH_TRY(check_lt(
+        ctx, lt->cublasLtMatrixLayoutCreate(&e->b, in, (uint64_t)b_rows, (uint64_t)b_cols, k->ldb),
+        "layout of B"));
+    return check_lt(
+        ctx, lt->cublasLtMatrixLayoutCreate(&e->d, out, (uint64_t)k->m, (uint64_t)k->n, k->ldd),
+        "layout of D");
 }
 
 static ith_status set_preferences(ith_ctx *ctx, cublasLtMatmulPreference_t pref,
@@ -140,16 +138,16 @@ static ith_status set_preferences(ith_ctx *ctx, cublasLtMatmulPreference_t pref,
     static const cublasLtMatmulPreferenceAttributes_t names[4] = {
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
-    ITH_TRY(check_lt(ctx,
-                     lt->cublasLtMatmulPreferenceSetAttribute(
-                         pref, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
-                         sizeof workspace),
-                     "workspace limit"));
+    ITH_TRY(
+        check_lt(ctx,
+                 lt->cublasLtMatmulPreferenceSetAttribute(
+                     pref, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace, sizeof workspace),
+                 "workspace limit"));
     for (int i = 0; i < 4; i++)
-        ITH_TRY(check_lt(ctx,
-                         lt->cublasLtMatmulPreferenceSetAttribute(pref, names[i], &align[i],
-                                                                  sizeof align[i]),
-                         "alignment"));
+        ITH_TRY(check_lt(
+            ctx,
+            lt->cublasLtMatmulPreferenceSetAttribute(pref, names[i], &align[i], sizeof align[i]),
+            "alignment"));
     return ITH_OK;
 }
 
@@ -215,10 +213,9 @@ ith_status ith_matmul_run(ith_ctx *ctx, const ith_matmul *p, ith_tensor named, b
         return ITH_OK;
     float alpha = 1, beta = p->accumulate ? 1 : 0;
     ITH_WRAP(check_lt(ctx,
-                      cuda->libs->cublasLtMatmul(cuda->lt, e->op, &alpha, p->a, e->a, p->b, e->b,
-                                                 &beta, p->d, e->d, p->d, e->d, &e->algo,
-                                                 ctx->scratch, ITH_MATMUL_WORKSPACE_BYTES,
-                                                 cuda->stream),
+                      cuda->libs->cublasLtMatmul(
+                          cuda->lt, e->op, &alpha, p->a, e->a, p->b, e->b, &beta, p->d, e->d, p->d,
+                          e->d, &e->algo, ctx->scratch, ITH_MATMUL_WORKSPACE_BYTES, cuda->stream),
                       "cublasLtMatmul"),
              ctx->err, "%s", ith_tensor_text(named, shape, sizeof shape));
     return ITH_OK;

@@ -158,8 +158,8 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM, TEAM == 512 ? 1 : 3)
 }
 
 /* dw[d] += sum over teams of partial[team][d]: 32 columns by 32 lanes, lanes joined in order. */
-__global__ void add_columns(float *__restrict__ dw, const float *__restrict__ partial, int64_t teams,
-                            int64_t width)
+__global__ void add_columns(float *__restrict__ dw, const float *__restrict__ partial,
+                            int64_t teams, int64_t width)
 {
     __shared__ float part[32][33];
     int64_t d = (int64_t)blockIdx.x * 32 + threadIdx.x;
@@ -181,7 +181,7 @@ void ith_cuda_add_columns(cudaStream_t stream, float *dw, const float *partial, 
                           int64_t width)
 {
     add_columns<<<(unsigned)ith_div_ceil(width, 32), dim3(32, 32), 0, stream>>>(dw, partial, teams,
-                                                                               width);
+                                                                                width);
 }
 
 /* Calls F<T, N, ITEMS, TEAM>: the smallest team whose registers hold a row. */
@@ -213,8 +213,8 @@ static ith_status rmsnorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor sum, it
                                   ith_tensor x, ith_tensor residual, ith_tensor w, float eps,
                                   float w_offset)
 {
-    norm_args a = {x.shape[0], x.shape[1], y.stride[0], sum.stride[0], x.stride[0],
-                   residual.stride[0], eps, w_offset};
+    norm_args a = {x.shape[0],  x.shape[1],         y.stride[0], sum.stride[0],
+                   x.stride[0], residual.stride[0], eps,         w_offset};
     if (a.rows == 0)
         return ITH_OK;
     int64_t n = 16 / ith_dtype_bytes(x.dtype);
@@ -223,10 +223,9 @@ static ith_status rmsnorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor sum, it
     ITH_TRY(check_width(ctx, x, wide));
 #define LAUNCH(T, N, ITEMS, TEAM)                                                                  \
     forward<T, N, ITEMS, TEAM>                                                                     \
-        <<<(unsigned)ith_div_ceil(a.rows, TEAM == 32 ? 4 : 1), TEAM == 32 ? 128 : TEAM, 0,          \
+        <<<(unsigned)ith_div_ceil(a.rows, TEAM == 32 ? 4 : 1), TEAM == 32 ? 128 : TEAM, 0,         \
            ith_cuda_stream(ctx)>>>(a, (T *)y.data, (T *)sum.data, (float *)rstd.data,              \
-                                   (const T *)x.data, (const T *)residual.data,                    \
-                                   (const T *)w.data)
+                                   (const T *)x.data, (const T *)residual.data, (const T *)w.data)
     ITH_BY_TYPE(x.dtype, BY_WIDTH(a.width, wide, LAUNCH));
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, x);
@@ -244,8 +243,8 @@ static ith_status rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, i
                                    ith_tensor dres, ith_tensor x, ith_tensor rstd, ith_tensor w,
                                    float w_offset)
 {
-    norm_back_args a = {x.shape[0], x.shape[1], dx.stride[0], dy.stride[0], dres.stride[0],
-                        x.stride[0], w_offset};
+    norm_back_args a = {x.shape[0],     x.shape[1],  dx.stride[0], dy.stride[0],
+                        dres.stride[0], x.stride[0], w_offset};
     if (a.rows == 0)
         return ITH_OK;
     int64_t n = 16 / ith_dtype_bytes(x.dtype), teams = 0;

@@ -38,7 +38,8 @@ struct adamw_args {
 /* Word 0 of ith_philox. */
 __device__ __forceinline__ uint32_t philox_word(uint64_t key, uint64_t hi, uint64_t lo)
 {
-    uint32_t c0 = (uint32_t)lo, c1 = (uint32_t)(lo >> 32), c2 = (uint32_t)hi, c3 = (uint32_t)(hi >> 32);
+    uint32_t c0 = (uint32_t)lo, c1 = (uint32_t)(lo >> 32), c2 = (uint32_t)hi,
+             c3 = (uint32_t)(hi >> 32);
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
 #pragma unroll
     for (int round = 0; round < 10; round++) {

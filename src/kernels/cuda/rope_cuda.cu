@@ -2,9 +2,9 @@
  *
  * A group of lanes (a power of two, up to a warp) owns one head vector, in pieces of N elements;
  * the partner of element i, i + half, is exchanged through shared memory, so in-place calls are
- * safe: a group has read its vectors before it writes. Where vectors are short a group takes several
- * heads of one token, for more reads in flight. Backward sums the norm's weight gradient as rmsnorm
- * does: in registers, over the block's groups, over blocks, in order. */
+ * safe: a group has read its vectors before it writes. Where vectors are short a group takes
+ * several heads of one token, for more reads in flight. Backward sums the norm's weight gradient as
+ * rmsnorm does: in registers, over the block's groups, over blocks, in order. */
 #include "kernels/cuda/common.cuh"
 
 enum { THREADS = 128, MAX_DIM = 512, BLOCKS = ITH_CUDA_SMS * 3 };
@@ -183,8 +183,8 @@ __device__ __forceinline__ void join_groups(const rope_args &a, float *partial, 
 template <typename T, int N, int ITEMS, int HEADS>
 __global__ void __launch_bounds__(THREADS, ITEMS == 1 ? 3 : 2)
     rope_backward(rope_args a, T *dx, float *__restrict__ partial, const T *dy,
-                  const T *__restrict__ x, const float *__restrict__ rstd,
-                  const T *__restrict__ w, const T *__restrict__ cos, const T *__restrict__ sin,
+                  const T *__restrict__ x, const float *__restrict__ rstd, const T *__restrict__ w,
+                  const T *__restrict__ cos, const T *__restrict__ sin,
                   const int32_t *__restrict__ ids)
 {
     extern __shared__ __align__(32) float shared[];
@@ -291,8 +291,8 @@ static int group_of(int64_t dim, int64_t n)
     return group;
 }
 
-static rope_args args_of(ith_tensor out, ith_tensor in, ith_tensor x, ith_tensor cos, ith_tensor sin,
-                         ith_tensor position_ids, bool wide)
+static rope_args args_of(ith_tensor out, ith_tensor in, ith_tensor x, ith_tensor cos,
+                         ith_tensor sin, ith_tensor position_ids, bool wide)
 {
     rope_args a = {};
     a.tokens = x.shape[0];
@@ -343,11 +343,10 @@ static ith_status forward_one(ith_ctx *ctx, ith_tensor out, ith_tensor rstd, ith
     if (a.tokens == 0)
         return ITH_OK;
 #define LAUNCH(N, ITEMS, HEADS)                                                                    \
-    rope_forward<T, N, ITEMS, HEADS>                                                               \
-        <<<blocks_of(a, HEADS, INT32_MAX), THREADS, shared_bytes(a, HEADS),                        \
-           ith_cuda_stream(ctx)>>>(                                                                \
-            a, (T *)out.data, (float *)rstd.data, (const T *)x.data, (const T *)w.data,            \
-            (const T *)cos.data, (const T *)sin.data, (const int32_t *)position_ids.data)
+    rope_forward<T, N, ITEMS, HEADS><<<blocks_of(a, HEADS, INT32_MAX), THREADS,                    \
+                                       shared_bytes(a, HEADS), ith_cuda_stream(ctx)>>>(            \
+        a, (T *)out.data, (float *)rstd.data, (const T *)x.data, (const T *)w.data,                \
+        (const T *)cos.data, (const T *)sin.data, (const int32_t *)position_ids.data)
     ITH_BY_TYPE(x.dtype, {
         if (wide && a.dim <= 32 * WIDE<T>)
             LAUNCH(WIDE<T>, 1, 4);

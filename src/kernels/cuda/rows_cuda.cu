@@ -7,7 +7,8 @@
 
 enum { THREADS = 256, AHEAD = 16 };
 
-/* ---- gather and scatter ------------------------------------------------------------------------ */
+/* ---- gather and scatter ------------------------------------------------------------------------
+ */
 
 /* dst[dst_idx[i] or i] = src[src_idx[i] or i], rows of `units` words of type W; strides in words. A
  * block's y walks rows, so that no thread divides. */
@@ -101,7 +102,8 @@ static ith_status scatter_rows(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_ten
     return copy_by_index(ctx, y, x, (const int32_t *)idx.data, NULL, x.shape[0]);
 }
 
-/* ---- element-wise, any strides ------------------------------------------------------------------ */
+/* ---- element-wise, any strides ------------------------------------------------------------------
+ */
 
 /* Row-major shape with the element strides of up to three tensors, in units of N elements along the
  * last dimension. */
@@ -234,8 +236,8 @@ static ith_status zero(ith_ctx *ctx, ith_tensor y)
     if (ith_numel(y) == 0)
         return ITH_OK;
     if (ith_is_contiguous(y)) {
-        ITH_CUDA_TRY(ctx, cudaMemsetAsync(y.data, 0, (size_t)ith_tensor_bytes(y), ith_cuda_stream(ctx)),
-                     y);
+        ITH_CUDA_TRY(
+            ctx, cudaMemsetAsync(y.data, 0, (size_t)ith_tensor_bytes(y), ith_cuda_stream(ctx)), y);
         return ITH_OK;
     }
     int64_t width = ith_numel(y) / rows; /* rows may be strided, what lies in a row may not */
@@ -246,7 +248,8 @@ static ith_status zero(ith_ctx *ctx, ith_tensor y)
     return ITH_OK;
 }
 
-/* ---- embedding gradient ------------------------------------------------------------------------- */
+/* ---- embedding gradient -------------------------------------------------------------------------
+ */
 
 /* End of the run of equal ids that begins at `first`. */
 __device__ __forceinline__ int64_t run_end(const int32_t *ids, int64_t first, int64_t n)

@@ -31,7 +31,7 @@ typedef struct {
     ith_error *err;
 } graph;
 
-/* ---- backend calls --------------------------------------------------------------------------------- */
+/* ---- backend calls ---- */
 
 static void check(graph *g, cudnnStatus_t code, const char *what)
 {
@@ -81,7 +81,7 @@ static void finish(graph *g, desc d, const char *what)
         check(g, g->lib->cudnnBackendFinalize(d), what);
 }
 
-/* ---- tensors ---------------------------------------------------------------------------------------- */
+/* ---- tensors ---- */
 
 typedef struct {
     int64_t v[4];
@@ -182,12 +182,12 @@ static desc row_tensor(graph *g, int64_t name)
 static desc lengths_of(graph *g)
 {
     if (g->key->packed && !g->lengths)
-        g->lengths = tensor(g, ITH_SDPA_LENGTHS, CUDNN_DATA_INT32,
-                            (four){{g->key->batch, 1, 1, 1}}, (four){{1, 1, 1, 1}}, NULL);
+        g->lengths = tensor(g, ITH_SDPA_LENGTHS, CUDNN_DATA_INT32, (four){{g->key->batch, 1, 1, 1}},
+                            (four){{1, 1, 1, 1}}, NULL);
     return g->lengths;
 }
 
-/* ---- operations -------------------------------------------------------------------------------------- */
+/* ---- operations ---- */
 
 static void push(graph *g, desc op, const char *what)
 {
@@ -310,7 +310,7 @@ static desc scaled_scores(graph *g, desc q, desc k_t, bool pad)
     return mask_padding(g, s);
 }
 
-/* ---- the two graphs ---------------------------------------------------------------------------------- */
+/* ---- the two graphs ---- */
 
 static void build_forward(graph *g)
 {
@@ -422,13 +422,13 @@ static void build_backward(graph *g)
     desc dp = matmul(g, do_, v_t, scores(g, CUDNN_DATA_FLOAT), len, len, NULL, false);
     dp = binary(g, CUDNN_POINTWISE_SUB, dp, delta, scores(g, CUDNN_DATA_FLOAT));
     dp = binary(g, CUDNN_POINTWISE_MUL, dp, p, scores(g, CUDNN_DATA_FLOAT));
-    desc ds = binary(g, CUDNN_POINTWISE_MUL, dp, scalar(g, ITH_SDPA_SCALE),
-                     scores(g, CUDNN_DATA_FLOAT));
+    desc ds =
+        binary(g, CUDNN_POINTWISE_MUL, dp, scalar(g, ITH_SDPA_SCALE), scores(g, CUDNN_DATA_FLOAT));
     key_gradient(g, ds, q, ITH_SDPA_DK, ITH_SDPA_DK_HEADS, k->dk);
     query_gradient(g, ds, k_t);
 }
 
-/* ---- from graph to plan ------------------------------------------------------------------------------- */
+/* ---- from graph to plan ---- */
 
 static void set_target(graph *g, desc d, cudnnBackendAttributeName_t handle_name,
                        cudnnBackendAttributeName_t device_name)
@@ -493,8 +493,8 @@ static void compile(graph *g)
         desc d = make(g, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR);
         set_desc(g, d, CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, configs[i]);
         set_target(g, d, CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP);
-        cudnnStatus_t code = g->status == ITH_OK ? g->lib->cudnnBackendFinalize(d)
-                                                 : CUDNN_STATUS_INTERNAL_ERROR;
+        cudnnStatus_t code =
+            g->status == ITH_OK ? g->lib->cudnnBackendFinalize(d) : CUDNN_STATUS_INTERNAL_ERROR;
         char detail[512] = "";
         if (code != CUDNN_STATUS_SUCCESS && !g->handle)
             g->lib->cudnnGetLastErrorString(detail, sizeof detail);
@@ -580,7 +580,7 @@ ith_status ith_sdpa_plan_offline(const ith_cuda_libs *libs, const ith_sdpa_key *
     return build(&g, key, out);
 }
 
-/* ---- cache and execution ------------------------------------------------------------------------------- */
+/* ---- cache and execution ---- */
 
 struct ith_sdpa_cache {
     ith_sdpa_plan plans[MAX_PLANS];

@@ -67,9 +67,9 @@ static ith_status swiglu_forward(ith_ctx *ctx, ith_tensor h, ith_tensor gate_up)
         return ITH_OK;
     bool wide = rows_aligned(h, n) && halves_aligned(gate_up, n);
 #define LAUNCH(N)                                                                                  \
-    swiglu_fwd<T, N><<<grid_of(rows * width, THREADS * N, 1 << 20), THREADS, 0,                    \
-                       ith_cuda_stream(ctx)>>>((T *)h.data, (const T *)gate_up.data, rows, width,  \
-                                               h.stride[0], gate_up.stride[0])
+    swiglu_fwd<T, N>                                                                               \
+        <<<grid_of(rows *width, THREADS *N, 1 << 20), THREADS, 0, ith_cuda_stream(ctx)>>>(         \
+            (T *)h.data, (const T *)gate_up.data, rows, width, h.stride[0], gate_up.stride[0])
     ITH_BY_TYPE(h.dtype, {
         if (wide)
             LAUNCH(WIDE<T>);
@@ -89,10 +89,10 @@ static ith_status swiglu_backward(ith_ctx *ctx, ith_tensor dgate_up, ith_tensor 
     bool wide = rows_aligned(h, n) && rows_aligned(dh, n) && halves_aligned(dgate_up, n) &&
                 halves_aligned(gate_up, n);
 #define LAUNCH(N)                                                                                  \
-    swiglu_bwd<T, N><<<grid_of(rows * width, THREADS * N, 1 << 20), THREADS, 0,                    \
-                       ith_cuda_stream(ctx)>>>(                                                    \
-        (T *)dgate_up.data, (T *)h.data, (const T *)dh.data, (const T *)gate_up.data, rows, width, \
-        dgate_up.stride[0], h.stride[0], dh.stride[0], gate_up.stride[0])
+    swiglu_bwd<T, N>                                                                               \
+        <<<grid_of(rows *width, THREADS *N, 1 << 20), THREADS, 0, ith_cuda_stream(ctx)>>>(         \
+            (T *)dgate_up.data, (T *)h.data, (const T *)dh.data, (const T *)gate_up.data, rows,    \
+            width, dgate_up.stride[0], h.stride[0], dh.stride[0], gate_up.stride[0])
     ITH_BY_TYPE(dh.dtype, {
         if (wide)
             LAUNCH(WIDE<T>);
