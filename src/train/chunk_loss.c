@@ -43,7 +43,10 @@ ith_status ith_chunk_loss(ith_model *model, ith_ctx *ctx, const ith_batch *batch
     int64_t rows = batch->num_rows;
     if (dhidden.ndim && rows < batch->num_tokens)
         ITH_TRY(ith_zero(ctx, dhidden));
-    for (int64_t r0 = 0; r0 < rows; r0 += chunk)
+    /* All chunks but the last need the same memory: counting walks one of them and the last. */
+    int64_t last = rows > 0 ? (ith_div_ceil(rows, chunk) - 1) * chunk : 0,
+            next = ith_ctx_counting(ctx) ? ith_max_i64(last, chunk) : chunk;
+    for (int64_t r0 = 0; r0 < rows; r0 += next)
         ITH_TRY(loss_of_chunk(model, ctx, batch, r0, ith_min_i64(r0 + chunk, rows), dhidden,
                               row_loss, hidden));
     return ith_dot_accumulate(ctx, loss_sum, slice_1d(row_loss, 0, rows), batch->seeds);

@@ -135,12 +135,16 @@ static bool is_gemv(const ith_cpu_gemm *g)
     return g->m <= GEMV_ROWS && g->a.k_contiguous && g->b.k_contiguous;
 }
 
+/* Of the largest block that any cut of this or a smaller product has: a plan for the most rows must
+ * hold for fewer, whose blocks may be wider. */
 int64_t ith_cpu_gemm_bytes(ith_ctx *ctx, const ith_cpu_gemm *g)
 {
     if (is_gemv(g) || g->m == 0 || g->n == 0)
         return 0;
-    cut c = choose_cut(ith_cpu_level_get(), g, ith_pool_threads(ctx->pool));
-    return ith_cpu_block_bytes(c.bm, c.bn, g->k) * ith_pool_threads(ctx->pool);
+    const ith_cpu_level *level = ith_cpu_level_get();
+    int64_t bm = ith_round_up(ith_min_i64(g->m, BLOCK_M), level->mr),
+            bn = ith_round_up(ith_min_i64(g->n, BLOCK_N), level->nr);
+    return ith_cpu_block_bytes(bm, bn, g->k) * ith_pool_threads(ctx->pool);
 }
 
 typedef struct {

@@ -163,12 +163,47 @@ static void test_gemm_grouped_matches_double(void **state)
     ith_cpu_level_set(NULL);
 }
 
+/* Goal: scratch planned for the most rows is enough for fewer. Method: the bytes of every product
+ * for growing numbers of rows, of columns and of threads; none is below one before it. */
+static void test_gemm_scratch_grows_with_rows(void **state)
+{
+    (void)state;
+    ith_error err = {0};
+    const ith_backend *b = ith_backend_cpu();
+    for (int threads = 1; threads <= 8; threads *= 2) {
+        ith_pool *pool = NULL;
+        assert_ok(ith_pool_create(&pool, threads, &err), err);
+        ith_ctx ctx = ith_ctx_host(b, pool, &err);
+        for (int64_t n = 48; n <= 3000; n = n * 5 / 2) {
+            int64_t before[3] = {0, 0, 0};
+            for (int64_t t = 1; t < 2500; t += 1 + t / 60) {
+                ith_tensor x = ith_tensor_2d(NULL, ITH_BF16, t, 64),
+                           w = ith_tensor_2d(NULL, ITH_BF16, n, 64),
+                           y = ith_tensor_2d(NULL, ITH_BF16, t, n),
+                           dw = ith_tensor_2d(NULL, ITH_F32, n, 64);
+                int64_t now[3] = {b->linear_forward.workspace(&ctx, y, x, w, false),
+                                  b->linear_backward_input.workspace(&ctx, x, y, w, false),
+                                  b->linear_backward_weight.workspace(&ctx, dw, y, x)};
+                for (int i = 0; i < 3; i++) {
+                    if (now[i] < before[i])
+                        fail_msg("product %d, %ld rows, %ld columns, %d threads: %ld bytes, fewer "
+                                 "rows needed %ld",
+                                 i, (long)t, (long)n, threads, (long)now[i], (long)before[i]);
+                    before[i] = now[i];
+                }
+            }
+        }
+        ith_pool_destroy(pool);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gemm_all_levels_match_double),
         cmocka_unit_test(test_gemm_threads_same_bits),
         cmocka_unit_test(test_gemm_grouped_matches_double),
+        cmocka_unit_test(test_gemm_scratch_grows_with_rows),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
