@@ -229,6 +229,10 @@ int main(int argc, char **argv)
                          .memory_limit = o.memory_gib << 30,
                          .max_grad_norm = 1.0f,
                          .seed = 1};
+    int64_t free_bytes = 0, total_bytes = 0;
+    if (!o.plan)
+        check(ctx->device->memory(ctx->device, &free_bytes, &total_bytes, &err));
+    double before = (double)(total_bytes - free_bytes) / (double)(1 << 30);
     double t0 = now_s();
     check(ith_step_create(&step, model, ctx, &c, o.plan));
     double planned = (double)ith_plan_total(ctx->plan) / (double)(1 << 30);
@@ -270,14 +274,13 @@ int main(int argc, char **argv)
     }
     qsort(ms, (size_t)o.steps, sizeof *ms, by_value);
     double median = ms[o.steps / 2], best = ms[0];
-    int64_t free_bytes = 0, total_bytes = 0;
     check(ctx->device->memory(ctx->device, &free_bytes, &total_bytes, &err));
     check(ith_measure_matmul_rate(&session, o.dtype, &rate));
     double tok_s = (double)b.num_tokens / median * 1e3;
     printf("median %.2f ms, best %.2f ms: %.0f tok/s, %.1f TFLOP/s, %.1f%% of the measured %.1f; "
-           "planned %.2f GiB, device in use %.2f GiB, loss %.4f\n",
+           "planned %.2f GiB, device in use %.2f GiB of which %.2f before the plan, loss %.4f\n",
            median, best, tok_s, flops / median * 1e-9, 100 * flops / median * 1e3 / rate,
-           rate * 1e-12, planned, (double)(total_bytes - free_bytes) / (double)(1 << 30),
+           rate * 1e-12, planned, (double)(total_bytes - free_bytes) / (double)(1 << 30), before,
            stats.loss);
     if (ctx->profile)
         print_profile(ctx->profile, o.steps, median);
