@@ -84,17 +84,19 @@ static ith_status ensure_template(const char *dir, ith_error *err)
     ith_buf path = {0};
     json_t *config = NULL;
     ith_path_join(&path, dir, "chat_template.jinja");
-    bool have = ith_path_exists(path.data);
+    bool have = path.data && ith_path_exists(path.data);
     ith_path_join(&path, dir, "tokenizer_config.json");
-    if (!have && ith_path_exists(path.data)) {
-        ITH_TRY(ith_json_load(&config, path.data, err));
+    ith_status status = ith_buf_check(&path, dir, err);
+    if (status == ITH_OK && !have && ith_path_exists(path.data)) {
+        status = ith_json_load(&config, path.data, err);
         have = json_object_get(config, "chat_template") != NULL;
         json_decref(config);
     }
     ith_buf_deinit(&path);
-    return have ? ITH_OK
-                : write_text(dir, "chat_template.jinja", default_template,
-                             (int64_t)sizeof default_template - 1, err);
+    if (status == ITH_OK && !have)
+        status = write_text(dir, "chat_template.jinja", default_template,
+                            (int64_t)sizeof default_template - 1, err);
+    return status;
 }
 
 static ith_status write_piece(const ith_model *m, const ith_hf_piece *p, uint64_t seed,
