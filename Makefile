@@ -24,9 +24,10 @@ all: deps
 	@cmake --build $(BUILD) -j$(JOBS)
 
 deps:
-	@tools/install_deps.sh
+	@tools/install_deps.sh $(DEPS)
 
 demo: CMAKE_ARGS += -DITH_TESTS=OFF -DITH_CUDA=off
+demo: DEPS := --program
 demo: deps
 	@BUILD=$(BUILD)-demo JOBS=$(JOBS) CMAKE_ARGS="$(CMAKE_ARGS)" demo/run.sh
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the build needs and finds missing (Debian 12, Ubuntu 22.04 and later). Root or sudo.
+# --program: only what the program itself needs, neither tests nor optional libraries.
 # Required: compiler, CMake, libyaml, jansson, PCRE2, utf8proc, cmocka (tests). Optional: oneDNN, Open MPI.
 set -eu
 missing=""
@@ -18,10 +19,10 @@ need libyaml-dev /usr/include/yaml.h /usr/local/include/yaml.h
 need libjansson-dev /usr/include/jansson.h /usr/local/include/jansson.h
 need libpcre2-dev /usr/include/pcre2.h /usr/local/include/pcre2.h
 need libutf8proc-dev /usr/include/utf8proc.h /usr/local/include/utf8proc.h
-need libcmocka-dev /usr/include/cmocka.h /usr/local/include/cmocka.h
+[ "${1:-}" = --program ] || need libcmocka-dev /usr/include/cmocka.h /usr/local/include/cmocka.h
 optional=""
 have_optional() { pkg=$1; shift; for f in "$@"; do for g in $f; do [ -e "$g" ] && return 0; done; done; optional="$optional $pkg"; }
-have_optional libdnnl-dev /usr/include/dnnl.h "/usr/include/oneapi/dnnl/dnnl.h"
+[ "${1:-}" = --program ] || have_optional libdnnl-dev /usr/include/dnnl.h "/usr/include/oneapi/dnnl/dnnl.h"
 [ -z "$missing$optional" ] && exit 0
 if ! command -v apt-get >/dev/null; then
     [ -z "$missing" ] && exit 0
