@@ -127,15 +127,15 @@ INLINE __m512i load_dwords(const ith_cpu_matrix *src, int64_t row, int64_t k, in
                            bool pairs)
 {
     if (src->dtype == ITH_F32) {
-        __mmask16 mask = count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);
+        __mmask16 mask = (__mmask16)(count >= 16 ? 0xffffu : (1u << count) - 1u);
         return _mm512_maskz_loadu_epi32(mask, (const float *)src->data + row * src->ld + k);
     }
     const uint16_t *p = (const uint16_t *)src->data + row * src->ld + k;
     if (pairs) {
-        __mmask32 mask = count >= 32 ? 0xffffffffu : (__mmask32)((1u << count) - 1);
+        __mmask32 mask = (__mmask32)(count >= 32 ? 0xffffffffu : (1u << count) - 1u);
         return _mm512_maskz_loadu_epi16(mask, p);
     }
-    __mmask16 mask = count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);
+    __mmask16 mask = (__mmask16)(count >= 16 ? 0xffffu : (1u << count) - 1u);
     return _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16);
 }
 
@@ -166,8 +166,8 @@ static void transpose(float *dst, int64_t width, const float *src, int64_t ld, i
     for (int64_t i = 0; i < k; i += 16)
         for (int64_t base = 0; base < rows; base += 16) {
             __m512i r[16];
-            __mmask16 cols = k - i >= 16 ? 0xffff : (__mmask16)((1u << (k - i)) - 1);
-            __mmask16 keep = rows - base >= 16 ? 0xffff : (__mmask16)((1u << (rows - base)) - 1);
+            __mmask16 cols = (__mmask16)(k - i >= 16 ? 0xffffu : (1u << (k - i)) - 1u);
+            __mmask16 keep = (__mmask16)(rows - base >= 16 ? 0xffffu : (1u << (rows - base)) - 1u);
             for (int64_t j = 0; j < 16; j++)
                 r[j] = base + j < rows ? _mm512_maskz_loadu_epi32(cols, src + (base + j) * ld + i)
                                        : _mm512_setzero_si512();
