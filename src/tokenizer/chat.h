@@ -60,8 +60,9 @@ typedef struct {
 void ith_encoded_deinit(ith_encoded *encoded);
 
 /* The sample of messages[0..n), whose last message must be the assistant's: it alone is trained,
- * from where the prompt (messages[0..n-1) with generation prompt) ends; the prompt's ids must be a
- * prefix of the whole's. enable_thinking is set to whether the last message has reasoning. */
+ * from where the prompt (messages[0..n-1) with generation prompt) ends; the prompt must be a prefix
+ * of the whole, as ids or at least as text (a token across the joint is the prompt's).
+ * enable_thinking is set to whether the last message has reasoning. */
 ith_status ith_chat_encode_sample(const ith_chat *chat, const json_t *messages, const json_t *tools,
                                   ith_encoded *out, ith_error *err);
 

@@ -341,6 +341,28 @@ static int64_t first_difference(const ith_ids *prompt, const ith_ids *full)
     return -1;
 }
 
+/* Where prompt and answer meet their texts may merge into one token (a line feed
+ * that ends the header with one that begins the answer): a token belongs to the part in which it
+ * begins. Gives the number of the prompt's tokens, or -1 when its text is no prefix. */
+static ith_status tokens_of_prompt(const ith_chat *chat, const ith_buf *prompt, const ith_buf *full,
+                                   int64_t *out, ith_error *err)
+{
+    *out = -1;
+    if (prompt->len > full->len || memcmp(prompt->data, full->data, (size_t)prompt->len) != 0)
+        return ITH_OK;
+    ith_ids ids = {0}, begins = {0};
+    ith_status status =
+        ith_tokenizer_encode_offsets(chat->tok, full->data, full->len, &ids, &begins, NULL, err);
+    int64_t n = 0;
+    while (n < begins.count && begins.ids[n] < prompt->len)
+        n++;
+    ith_ids_free(&ids);
+    ith_ids_free(&begins);
+    if (status == ITH_OK)
+        *out = n;
+    return status;
+}
+
 ith_status ith_chat_encode_sample(const ith_chat *chat, const json_t *messages, const json_t *tools,
                                   ith_encoded *out, ith_error *err)
 {
@@ -358,8 +380,10 @@ ith_status ith_chat_encode_sample(const ith_chat *chat, const json_t *messages, 
     ITH_TRY_OUT(render_prompt(chat, &c, &prompt, err));
     ITH_TRY_OUT(ith_tokenizer_encode(chat->tok, full.data, full.len, &e.ids, err));
     ITH_TRY_OUT(ith_tokenizer_encode(chat->tok, prompt.data, prompt.len, &prompt_ids, err));
-    int64_t at = first_difference(&prompt_ids, &e.ids);
-    if (at >= 0) {
+    int64_t at = first_difference(&prompt_ids, &e.ids), first = prompt_ids.count;
+    if (at >= 0)
+        ITH_TRY_OUT(tokens_of_prompt(chat, &prompt, &full, &first, err));
+    if (first < 0) {
         status = ith_fail(
             err, ITH_ERR_FORMAT,
             "%s: the prompt (%lld tokens) is not a prefix of the whole (%lld tokens): "
@@ -368,7 +392,7 @@ ith_status ith_chat_encode_sample(const ith_chat *chat, const json_t *messages, 
         goto out;
     }
     ITH_TRY_OUT(alloc_labels(&e, err));
-    for (int64_t i = prompt_ids.count; i < e.ids.count; i++)
+    for (int64_t i = first; i < e.ids.count; i++)
         train_token(&e, i, loss_weight(last));
     *out = e;
     memset(&e, 0, sizeof e);

@@ -53,7 +53,7 @@ static int open_tokenizer(void **state)
 {
     static const char text[] =
         "user assistant system tool think yes no hello world answer question the quick brown fox "
-        "yes yes answer answer question question hello hello";
+        "yes yes answer answer question question hello hello\n\nyes\n\nno\n\nhello\n\nyes\n\nno";
     static const char *const special[] = {"<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>",
                                           "</think>"};
     (void)state;
@@ -371,6 +371,34 @@ static void test_encode_sample_trains_the_last_answer(void **state)
         ith_encoded_deinit(&e);
         json_decref(m);
     }
+    ith_chat_close(chat);
+}
+
+/* Goal: where the line feed of the header and one that begins the answer are one token, the ids are
+ * those of the whole text, that token is the prompt's, and all that follows is trained. */
+static void test_encode_sample_token_across_the_joint_is_the_prompts(void **state)
+{
+    (void)state;
+    ith_chat *chat = open_chat("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+                               "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+                               "<|im_start|>assistant\n{% endif %}");
+    json_t *m =
+        json_pack("[o, o]", turn("user", NULL, "hello", 0), turn("assistant", NULL, "\nyes", 1));
+    ith_encoded e = {0};
+    ith_ids whole = {0};
+    assert_ok(ith_tokenizer_encode(tokenizer, "\n\n", 2, &whole, &err), err);
+    assert_int_equal(whole.count, 1); /* else nothing is tried here */
+    whole.count = 0;
+    static const char text[] =
+        "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n\nyes<|im_end|>\n";
+    assert_ok(ith_chat_encode_sample(chat, m, NULL, &e, &err), err);
+    assert_ok(ith_tokenizer_encode(tokenizer, text, (int64_t)strlen(text), &whole, &err), err);
+    assert_int_equal(e.ids.count, whole.count);
+    assert_memory_equal(e.ids.ids, whole.ids, (size_t)whole.count * 4);
+    assert_trained(&e, "yes<|im_end|>\n");
+    ith_ids_free(&whole);
+    ith_encoded_deinit(&e);
+    json_decref(m);
     ith_chat_close(chat);
 }
 
@@ -704,6 +732,7 @@ int main(void)
         cmocka_unit_test(test_to_hf_escapes_special_tokens),
         cmocka_unit_test(test_to_hf_names_the_wrong_block),
         cmocka_unit_test(test_encode_sample_trains_the_last_answer),
+        cmocka_unit_test(test_encode_sample_token_across_the_joint_is_the_prompts),
         cmocka_unit_test(test_encode_sample_refuses_what_it_cannot_label),
         cmocka_unit_test(test_encode_turns_trains_every_weighted_answer),
         cmocka_unit_test(test_encode_turns_agrees_with_the_sample_of_the_last_turn),
