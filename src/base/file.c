@@ -63,7 +63,9 @@ ith_status ith_make_dirs(const char *path, ith_error *err)
         char saved = *p;
         *p = '\0';
         if (mkdir(copy, 0777) != 0 && !(errno == EEXIST && ith_path_is_dir(copy)))
-            status = io_fail(err, copy, "cannot create directory");
+            status = errno == EEXIST
+                         ? ith_fail(err, ITH_ERR_IO, "%s: is there, and is no directory", copy)
+                         : io_fail(err, copy, "cannot create directory");
         *p = saved;
         if (saved == '\0')
             break;

@@ -39,6 +39,14 @@ static ith_status refuse_nul(const char *text, int64_t len, const char *name, it
     return ith_fail(err, ITH_ERR_FORMAT, "%s:%d:%d: a NUL byte is not JSON", name, line, column);
 }
 
+static bool is_blank(const char *text, int64_t len)
+{
+    int64_t i = 0;
+    while (i < len && (text[i] == ' ' || (text[i] >= '\t' && text[i] <= '\r')))
+        i++;
+    return i == len;
+}
+
 static ith_status parse(json_t **out, const char *text, int64_t len, const char *name, size_t flags,
                         ith_error *err)
 {
@@ -49,6 +57,8 @@ static ith_status parse(json_t **out, const char *text, int64_t len, const char 
         len -= 3;
     }
     ITH_TRY(refuse_nul(text, len, name, err));
+    if (is_blank(text, len))
+        return ith_fail(err, ITH_ERR_FORMAT, "%s: empty, expected JSON", name);
     json_error_t json_err;
     flags |= JSON_DECODE_ANY | JSON_ALLOW_NUL;
     json_t *value = json_loadb(text ? text : "", (size_t)len, flags, &json_err);

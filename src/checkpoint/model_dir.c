@@ -46,6 +46,36 @@ bool ith_model_dir_is_side_file(const char *name)
     return false;
 }
 
+static bool has_file(const char *dir, const char *name)
+{
+    ith_buf path = {0};
+    ith_path_join(&path, dir, name);
+    bool has = path.data && !path.failed && ith_path_exists(path.data);
+    ith_buf_deinit(&path);
+    return has;
+}
+
+ith_status ith_model_dir_check(const char *dir, int parts, ith_error *err)
+{
+    static const struct {
+        int part;
+        const char *one, *other, *missing;
+    } wanted[] = {
+        {ITH_DIR_CONFIG, "config.json", "config.json", "no config.json (is it a model directory?)"},
+        {ITH_DIR_TOKENIZER, "tokenizer.json", "vocab.json",
+         "no tokenizer (tokenizer.json, or vocab.json with merges.txt)"},
+        {ITH_DIR_WEIGHTS, "model.safetensors", "model.safetensors.index.json",
+         "no weights (model.safetensors, or shards with model.safetensors.index.json)"}};
+    if (!ith_path_is_dir(dir))
+        return ith_fail(err, ITH_ERR_USAGE, "%s: %s (give a model directory)", dir,
+                        ith_path_exists(dir) ? "found a file" : "no such directory");
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
+        if ((parts & wanted[i].part) && !has_file(dir, wanted[i].one) &&
+            !has_file(dir, wanted[i].other))
+            return ith_fail(err, ITH_ERR_USAGE, "%s: %s", dir, wanted[i].missing);
+    return ITH_OK;
+}
+
 /* Sets every dtype key that the object has. nested: key of the object, NULL for the top. */
 static ith_status set_dtype_keys(ith_buf *text, const json_t *object, const char *nested,
                                  const char *value, bool *found, ith_error *err)

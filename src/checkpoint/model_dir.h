@@ -42,6 +42,11 @@ ith_status ith_model_dir_write(const char *out_dir, const ith_model_write *write
 ith_status ith_model_dir_copy_files(const char *source, const char *out_dir, bool set_dtype,
                                     ith_dtype dtype, ith_error *err);
 
+/* That the parts which a command reads are there; what is missing is one line and a wrong request.
+ * Their contents are the business of their readers. */
+typedef enum { ITH_DIR_CONFIG = 1, ITH_DIR_TOKENIZER = 2, ITH_DIR_WEIGHTS = 4 } ith_dir_parts;
+ith_status ith_model_dir_check(const char *dir, int parts, ith_error *err);
+
 /* True for files that belong beside the weights: tokenizer*, chat_template*, *.py .. */
 bool ith_model_dir_is_side_file(const char *name);
 

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/file.h"
+#include "checkpoint/model_dir.h"
 
 static void add_stop(ith_answering *a, int64_t id)
 {
@@ -51,8 +52,8 @@ ith_status ith_answering_open(ith_answering *a, const char *model_dir, const ith
     ith_buf template_text = {0};
     const char *template_path = ith_args_text(args, "template");
     memset(a, 0, sizeof *a);
-    if (!ith_path_is_dir(model_dir))
-        return ith_fail(err, ITH_ERR_USAGE, "%s is not a model directory", model_dir);
+    ITH_TRY(
+        ith_model_dir_check(model_dir, ITH_DIR_CONFIG | ITH_DIR_TOKENIZER | ITH_DIR_WEIGHTS, err));
     ITH_TRY_OUT(ith_hf_config_load(&a->hf, model_dir, err));
     ITH_TRY_OUT(ith_hf_generation_load(&a->defaults, model_dir, err));
     ITH_TRY_OUT(ith_tokenizer_open(&a->tokenizer, model_dir, err));

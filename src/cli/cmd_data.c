@@ -2,6 +2,7 @@
  * samples fill the micro-batches. */
 #include "base/checked.h"
 #include "base/utf8.h"
+#include "checkpoint/model_dir.h"
 #include "cli/commands.h"
 #include "cli/terminal.h"
 #include "data/batching.h"
@@ -230,6 +231,7 @@ static ith_status open_view(view *v, bool eval, ith_error *err)
         return ith_config_fail(c, key, err, "not given; there is nothing to show");
     if (!c->model)
         return ith_config_fail(c, "model", err, "not given; its tokenizer is needed");
+    ITH_TRY(ith_model_dir_check(c->model, ITH_DIR_TOKENIZER, err));
     int64_t ranks = (c->dp_size == ITH_CONFIG_UNSET ? 1 : c->dp_size) * c->cp_size;
     ITH_TRY(ith_config_resolve_layout(c, ranks, &v->layout, err));
     ITH_TRY(ith_pool_create(&v->pool, (int)c->nproc, err));
@@ -311,8 +313,7 @@ const ith_command ith_cmd_data = {
     .arguments = "CONFIG [key=value ...]",
     .summary = "Show samples as tokens with the loss mask, and how they fill batches",
     .details = "On a terminal trained tokens are green and tokens are told apart by underlines. "
-               "Elsewhere\n"
-               "tokens are divided by | and trained ones stand in [[ ]].\n"
+               "Elsewhere tokens are divided by | and trained ones stand in [[ ]].\n"
                "What was dropped is listed by reason, with the place of the first.\n",
     .options = options,
     .min_positional = 1,

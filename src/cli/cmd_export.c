@@ -8,6 +8,7 @@ static ith_status run_export(const ith_args *args, ith_error *err)
     static const ith_dtype types[] = {ITH_BF16, ITH_F32, ITH_F16};
     ith_st_reader *reader = NULL;
     int dtype = ith_args_word(args, "dtype");
+    ITH_TRY(ith_model_dir_check(args->positional[0], ITH_DIR_CONFIG | ITH_DIR_WEIGHTS, err));
     ITH_TRY(ith_st_open(&reader, args->positional[0], err));
     ith_model_write w = {.source = args->positional[0],
                          .weights = reader,

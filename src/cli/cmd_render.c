@@ -4,6 +4,7 @@
 
 #include "base/file.h"
 #include "base/json.h"
+#include "checkpoint/model_dir.h"
 #include "cli/commands.h"
 #include "tokenizer/chat.h"
 
@@ -62,6 +63,7 @@ static ith_status run_render(const ith_args *args, ith_error *err)
     json_t *input = NULL;
     ith_buf text = {0};
     const char *path = ith_args_text(args, "template");
+    ITH_TRY(ith_model_dir_check(args->positional[0], ITH_DIR_TOKENIZER, err));
     ith_status status = ith_tokenizer_open(&t, args->positional[0], err);
     if (status == ITH_OK && path)
         status = ith_read_file(path, (int64_t)1 << 24, &text, err);

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checkpoint/model_dir.h"
 #include "cli/commands.h"
 #include "tokenizer/tokenizer.h"
 
@@ -17,14 +18,17 @@ static ith_status read_stdin(ith_buf *text, ith_error *err)
     return ith_buf_check(text, "stdin", err);
 }
 
-/* Numbers separated by anything that is not a digit. */
+/* Numbers between blanks, commas and brackets. */
 static ith_status parse_ids(const char *text, const ith_tokenizer *t, ith_ids *out, ith_error *err)
 {
     for (const char *p = text; *p;) {
-        if (*p < '0' || *p > '9') {
+        if (strchr(" ,[]\t\r\n", *p)) {
             p++;
             continue;
         }
+        if (*p < '0' || *p > '9')
+            return ith_fail(err, ITH_ERR_USAGE, "tokenize: found '%.*s', expected token ids",
+                            (int)strcspn(p, " ,[]\t\r\n"), p);
         char *end = NULL;
         errno = 0;
         long long id = strtoll(p, &end, 10);
@@ -101,6 +105,7 @@ static ith_status tokenize(const ith_args *args, const ith_tokenizer *t, ith_err
 static ith_status run_tokenize(const ith_args *args, ith_error *err)
 {
     ith_tokenizer *t = NULL;
+    ITH_TRY(ith_model_dir_check(args->positional[0], ITH_DIR_TOKENIZER, err));
     ITH_TRY(ith_tokenizer_open(&t, args->positional[0], err));
     ith_status status = tokenize(args, t, err);
     ith_tokenizer_close(t);

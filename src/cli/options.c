@@ -103,9 +103,9 @@ static ith_status fail_value(const ith_option *option, const char *text, ith_err
     } else if (any) {
         snprintf(wanted, sizeof wanted, "%s", noun);
     } else if (option->max >= 1e15) {
-        snprintf(wanted, sizeof wanted, "%s >= %g", noun, option->min);
+        snprintf(wanted, sizeof wanted, "%s >= %.15g", noun, option->min);
     } else {
-        snprintf(wanted, sizeof wanted, "%s from %g to %g", noun, option->min, option->max);
+        snprintf(wanted, sizeof wanted, "%s from %.15g to %.15g", noun, option->min, option->max);
     }
     return ith_fail(err, ITH_ERR_USAGE, "--%s: found '%.200s' (use %s)", option->name, text,
                     wanted);

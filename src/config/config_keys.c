@@ -88,7 +88,7 @@ const config_row ith_config_rows[] = {
 {"train_on", DATA, KEY_ENUM, AT(train_on), "last_turn", .words = "last_turn all_turns",
  .help = "last_turn: one sample per assistant turn, as LlamaFactory does. all_turns: one sample per "
          "conversation with every assistant turn trained (linear cost in turns)."},
-{"cutoff_len", DATA, KEY_INT, AT(cutoff_len), "2048", AT_LEAST(1),
+{"cutoff_len", DATA, KEY_INT, AT(cutoff_len), "2048", FROM_TO(2, 0x7ffffffe),
  .help = "Longest sample in tokens; the tail beyond it is cut."},
 {"batching_strategy", DATA, KEY_ENUM, AT(batching_strategy), "normal",
  .words = "normal padding_free dynamic_batching dynamic_padding_free packing",
@@ -106,7 +106,7 @@ const config_row ith_config_rows[] = {
 /* ---- training ---- */
 {"output_dir", TRAINING, KEY_TEXT, AT(output_dir), "null", .nullable = true,
  .help = "Directory for the trained model, checkpoints and logs; null makes a new one below outputs/."},
-{"micro_batch_size", TRAINING, KEY_INT, AT(micro_batch_size), "1", AT_LEAST(1),
+{"micro_batch_size", TRAINING, KEY_INT, AT(micro_batch_size), "1", FROM_TO(1, 0x7fffffff),
  .help = "Samples of one forward and backward pass (or the token budget in units of cutoff_len, see "
          "batching_strategy)."},
 {"global_batch_size", TRAINING, KEY_INT, AT(global_batch_size), "null", AT_LEAST(1),
@@ -115,7 +115,7 @@ const config_row ith_config_rows[] = {
          "global_batch_size / (dp_size * micro_batch_size) passes. null: no accumulation."},
 {"learning_rate", TRAINING, KEY_FLOAT, AT(learning_rate), "1.0e-04", AT_LEAST_F(0),
  .help = "Peak learning rate."},
-{"num_train_epochs", TRAINING, KEY_INT, AT(num_train_epochs), "3", AT_LEAST(1),
+{"num_train_epochs", TRAINING, KEY_INT, AT(num_train_epochs), "3", FROM_TO(1, 1e6),
  .help = "Passes over the data when max_steps is not given."},
 {"max_steps", TRAINING, KEY_INT, AT(max_steps), "null", AT_LEAST(-1), .nullable = true,
  .help = "Optimizer steps to run, instead of num_train_epochs; null or -1: by epochs."},
@@ -451,9 +451,9 @@ static void write_range(const config_row *row, const char *noun, ith_buf *out)
     if (row->min <= -0x1p53 && !has_max)
         return;
     if (!has_max)
-        ith_buf_printf(out, " %s %g", row->min_open ? ">" : ">=", row->min);
+        ith_buf_printf(out, " %s %.15g", row->min_open ? ">" : ">=", row->min);
     else
-        ith_buf_printf(out, " from %g %s %g", row->min, row->max_open ? "to below" : "to",
+        ith_buf_printf(out, " from %.15g %s %.15g", row->min, row->max_open ? "to below" : "to",
                        row->max);
 }
 

@@ -392,8 +392,8 @@ static ith_status fail_syntax(builder *b, const yaml_parser_t *parser)
     if (parser->error == YAML_MEMORY_ERROR)
         return out_of_memory(b);
     if (parser->error == YAML_READER_ERROR)
-        return ith_fail(b->err, ITH_ERR_USAGE, "%s: byte %zu: %s", b->file, parser->problem_offset,
-                        problem);
+        return ith_fail(b->err, ITH_ERR_USAGE, "%s: byte %zu: %s (YAML and JSON are UTF-8 text)",
+                        b->file, parser->problem_offset, problem);
     char text[256];
     if (parser->context)
         snprintf(text, sizeof text, "not YAML: %s, %s (line %zu)", problem, parser->context,

@@ -201,10 +201,13 @@ static void count_steps(ith_batcher *b)
                              ? ith_div_ceil(ith_div_ceil(b->count, o->dp_size),
                                             ith_mul_bytes(o->micro_batch_size, o->grad_accum))
                              : plan_steps(b);
+    if (is_counted(o->strategy) || !o->shuffle) { /* every epoch has as many */
+        b->total_steps = ith_mul_bytes(b->steps_per_epoch, o->num_epochs);
+        return;
+    }
     b->total_steps = o->num_epochs ? b->steps_per_epoch : 0;
     for (int64_t epoch = 1; epoch < o->num_epochs; epoch++) {
-        if (!is_counted(o->strategy) && o->shuffle)
-            batch_plan_build(&b->plan, epoch, NULL, 0);
+        batch_plan_build(&b->plan, epoch, NULL, 0);
         b->total_steps += plan_steps(b);
     }
     if (o->num_epochs > 1)

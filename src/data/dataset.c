@@ -78,9 +78,11 @@ static ith_status add_folder(dataset_part *part, const char *path, ith_error *er
             status = add_file(part, full.data, err);
     }
     if (status == ITH_OK && part->info.num_files == 0)
-        status = ith_fail(err, ITH_ERR_USAGE,
-                          "%s: the folder has no .json or .jsonl file (%" PRId64 " others)", path,
-                          ignored);
+        status = ignored
+                     ? ith_fail(err, ITH_ERR_USAGE,
+                                "%s: the folder has no .json or .jsonl file (%" PRId64 " others)",
+                                path, ignored)
+                     : ith_fail(err, ITH_ERR_USAGE, "%s: the folder is empty", path);
     else if (status == ITH_OK && ignored)
         ith_log(ITH_LOG_INFO, "data", "%s: %" PRId64 " other files are not read", path, ignored);
     ith_buf_deinit(&full);

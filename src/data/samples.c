@@ -202,8 +202,8 @@ ith_status ith_samples_open(ith_samples **out, const ith_samples_options *option
 {
     ITH_ASSERT(options->path && options->tokenizer && options->chat);
     if (options->cutoff_len < 2 || options->cutoff_len > INT32_MAX - 1)
-        return ith_fail(err, ITH_ERR_USAGE, "cutoff_len: found %" PRId64 " (2 or more)",
-                        options->cutoff_len);
+        return ith_fail(err, ITH_ERR_USAGE, "cutoff_len: found %" PRId64 " (2 to %d)",
+                        options->cutoff_len, INT32_MAX - 1);
     ith_samples *s = NULL;
     ITH_TRY(ith_alloc_zero((void **)&s, 1, sizeof *s, "samples", err));
     ith_dataset_options choice = {.all_turns = options->all_turns,

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 
 #include "base/file.h"
+#include "checkpoint/model_dir.h"
 #include "train/trainer_internal.h"
 
 void ith_trainer_say(const ith_trainer_hooks *hooks, const char *fmt, ...)
@@ -26,19 +27,34 @@ static bool same_directory(const char *a, const char *b)
     return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
 }
 
-static ith_status open_model_files(ith_trainer *t, ith_error *err)
+/* Headers only: a truncated download is told before hours of tokenizing. */
+static ith_status check_weights(const char *dir, ith_error *err)
 {
-    const char *dir = t->config->model;
+    ith_st_reader *reader = NULL;
+    ITH_TRY(ith_st_open(&reader, dir, err));
+    ith_st_close(reader);
+    return ITH_OK;
+}
+
+static ith_status open_model_files(ith_trainer *t, bool plan_only, ith_error *err)
+{
+    const char *dir = t->config->model, *out = t->config->output_dir;
     if (!ith_path_is_dir(dir))
-        return ith_fail(err, ITH_ERR_USAGE,
-                        "model: %s is not a directory here (download the model first, e.g. with "
-                        "`hf download %s "
-                        "--local-dir DIR`, and give DIR)",
-                        dir, dir);
-    if (same_directory(dir, t->config->output_dir))
+        return ith_config_fail(t->config, "model", err,
+                               "%s%s is not a directory here (download the model first, e.g. with "
+                               "`hf download %s --local-dir DIR`, and give DIR)",
+                               ith_config_is_set(t->config, "model") ? "" : "not given; ", dir,
+                               dir);
+    if (same_directory(dir, out))
         return ith_config_fail(t->config, "output_dir", err,
-                               "found %s, the directory of the model (give another one)",
-                               t->config->output_dir);
+                               "found %s, the directory of the model (give another one)", out);
+    if (out && ith_path_exists(out) && !ith_path_is_dir(out))
+        return ith_config_fail(t->config, "output_dir", err, "found %s, which is no directory",
+                               out);
+    ITH_TRY(ith_model_dir_check(
+        dir, ITH_DIR_CONFIG | ITH_DIR_TOKENIZER | (plan_only ? 0 : ITH_DIR_WEIGHTS), err));
+    if (!plan_only)
+        ITH_TRY(check_weights(dir, err));
     ITH_TRY(ith_hf_config_load(&t->hf, dir, err));
     ITH_TRY(ith_tokenizer_open(&t->tokenizer, dir, err));
     ITH_TRY(ith_chat_open(&t->chat, dir, t->config->custom_chat_template, t->tokenizer, err));
@@ -65,9 +81,9 @@ static ith_status open_data(ith_trainer *t, ith_error *err)
 {
     const ith_config *c = t->config;
     if (!c->train_dataset)
-        return ith_fail(
-            err, ITH_ERR_USAGE,
-            "train_dataset: nothing to train on (give a .jsonl, .json or data-set .yaml)");
+        return ith_config_fail(
+            c, "train_dataset", err,
+            "not given; nothing to train on (give a .jsonl, .json or data-set .yaml)");
     if (c->nproc > 0)
         ITH_TRY(ith_pool_create(&t->data_pool, (int)c->nproc, err));
     ith_pool *pool = t->data_pool ? t->data_pool : t->session.pool;
@@ -151,7 +167,7 @@ ith_status ith_trainer_open(ith_trainer *t, const ith_config *config, bool plan_
     ith_status status = ITH_OK;
     ITH_TRY_OUT(ith_config_check_supported(config, err));
     ITH_TRY_OUT(ith_config_resolve_layout(config, 1, &t->layout, err));
-    ITH_TRY_OUT(open_model_files(t, err));
+    ITH_TRY_OUT(open_model_files(t, plan_only, err));
     static const ith_use_device use[] = {ITH_USE_AUTO, ITH_USE_CPU, ITH_USE_CUDA};
     ITH_TRY_OUT(ith_session_open(&t->session, use[config->device], 0, (int)config->threads,
                                  plan_only, err));

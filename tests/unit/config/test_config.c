@@ -157,8 +157,10 @@ static void test_mistakes_are_exact_lines(void **state)
          "f.yaml:1:18: chunk_loss_size: found 0 (use an integer >= 1, or null)"},
         {"chunk_loss_size: -1",
          "f.yaml:1:18: chunk_loss_size: found -1 (use an integer >= 1, or null)"},
-        {"cutoff_len: 2048.5", "f.yaml:1:13: cutoff_len: found 2048.5 (use an integer >= 1)"},
-        {"cutoff_len:", "f.yaml:1:12: cutoff_len: found nothing (null) (use an integer >= 1)"},
+        {"cutoff_len: 2048.5",
+         "f.yaml:1:13: cutoff_len: found 2048.5 (use an integer from 2 to 2147483646)"},
+        {"cutoff_len:",
+         "f.yaml:1:12: cutoff_len: found nothing (null) (use an integer from 2 to 2147483646)"},
         {"bf16: 1", "f.yaml:1:7: bf16: found 1 (use true or false)"},
         {"flash_attn: fa3", "f.yaml:1:13: flash_attn: found text 'fa3' (use one of eager, sdpa, "
                             "flash_attention_2)"},
@@ -228,7 +230,7 @@ static void test_all_mistakes_are_reported_in_file_order(void **state)
     (void)state;
     assert_error("train_mm_proj_only: true\ncutoff_len: 0\nevaluation_strategy: steps\n",
                  "f.yaml:1:1: train_mm_proj_only: unknown key (docs/config.md lists all)\n"
-                 "f.yaml:2:13: cutoff_len: found 0 (use an integer >= 1)\n"
+                 "f.yaml:2:13: cutoff_len: found 0 (use an integer from 2 to 2147483646)\n"
                  "f.yaml:3:1: evaluation_strategy: unknown key (here it is eval_strategy)");
     ith_buf text = {0};
     for (int i = 0; i < 200; i++)

@@ -299,7 +299,7 @@ static void test_cache_key_follows_everything_that_matters(void **state)
 {
     (void)state;
     put("k.jsonl", cached_rows);
-    char dir[1200], path[1200], other_dir[1200];
+    char dir[1200], path[2048], other_dir[1200];
     snprintf(dir, sizeof dir, "%s/cache2", root);
     snprintf(path, sizeof path, "%s", at("k.jsonl"));
     snprintf(other_dir, sizeof other_dir, "%s/other-model", root);
@@ -435,7 +435,7 @@ static void write_many(const char *path, int count)
 static void test_result_does_not_depend_on_threads(void **state)
 {
     (void)state;
-    char path[1200], digest[3][65];
+    char path[2048], digest[3][65];
     snprintf(path, sizeof path, "%s", at("t.jsonl"));
     write_many(path, 1500);
     for (int i = 0; i < 3; i++) {
@@ -467,7 +467,7 @@ static void test_result_does_not_depend_on_threads(void **state)
 static void test_split_keeps_conversations_together(void **state)
 {
     (void)state;
-    char path[1200];
+    char path[2048];
     snprintf(path, sizeof path, "%s", at("s.jsonl"));
     write_many(path, 200);
     ith_samples *s = open_samples(options_of(path));
@@ -501,7 +501,7 @@ static void test_faults_leave_no_half_cache(void **state)
 {
     (void)state;
     put("f.jsonl", cached_rows);
-    char dir[1200], path[1200];
+    char dir[1200], path[2048];
     snprintf(dir, sizeof dir, "%s/cache-f", root);
     snprintf(path, sizeof path, "%s", at("f.jsonl"));
     ith_samples_options o = options_of(path);
@@ -557,7 +557,7 @@ static void test_file_larger_than_memory(void **state)
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
     skip(); /* shadow memory counts against the limit */
 #endif
-    char path[1200], dir[1200];
+    char path[2048], dir[1200];
     snprintf(path, sizeof path, "%s", at("big.jsonl"));
     snprintf(dir, sizeof dir, "%s/cache-big", root);
     ith_writer w;
@@ -625,7 +625,7 @@ static void test_shared_alpaca_digest(void **state)
     (void)state;
     ith_tokenizer *t = NULL;
     ith_chat *c = NULL;
-    char info[5000], path[1200], digest[65];
+    char info[5000], path[2048], digest[65];
     snprintf(info, sizeof info, "a: {path: %s, converter: alpaca, separator: \"\\n\"}\n",
              shared_path("data/llamafactory/alpaca_en_demo.json"));
     snprintf(path, sizeof path, "%s", put("alpaca.yaml", info));
