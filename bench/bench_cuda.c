@@ -331,7 +331,7 @@ static ith_status walk_attention(bench *b, bool uneven)
         r.t[0] = a.t[0];
         r.t[1] = a.t[1];
         ITH_TRY(timed(b, "qk norm+rope forward", rope_fwd, &r, 2 * bytes, 0, 1));
-        ITH_TRY(timed(b, "qk norm+rope backward", rope_bwd, &r, 2 * bytes, 0, 1));
+        ITH_TRY(timed(b, "qk norm+rope backward", rope_bwd, &r, 3 * bytes, 0, 1));
     }
     ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
     return ITH_OK;

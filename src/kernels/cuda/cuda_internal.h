@@ -88,7 +88,7 @@ typedef struct {
 } ith_matmul;
 enum { ITH_MATMUL_WORKSPACE_BYTES = 64 << 20 };
 ith_status ith_matmul_cache_create(ith_matmul_cache **out, ith_error *err);
-void ith_matmul_cache_destroy(ith_matmul_cache *cache);
+void ith_matmul_cache_destroy(ith_matmul_cache *cache, const ith_cuda_libs *libs);
 /* *done is false when cuBLASLt has no kernel for these layouts (odd strides). */
 ith_status ith_matmul_run(ith_ctx *ctx, const ith_matmul *p, ith_tensor named, bool *done);
 

@@ -293,7 +293,7 @@ static void close_cuda(ith_cuda *cuda)
         (void)cudaEventDestroy(cuda->stamps[i]);
     ith_free(cuda->stamps);
     ith_sdpa_cache_destroy(cuda->sdpas, cuda->libs);
-    ith_matmul_cache_destroy(cuda->matmuls);
+    ith_matmul_cache_destroy(cuda->matmuls, cuda->libs);
     if (cuda->dnn)
         (void)cuda->libs->cudnnDestroy(cuda->dnn);
     if (cuda->lt)

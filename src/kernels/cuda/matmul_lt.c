@@ -37,12 +37,6 @@ ith_status ith_matmul_cache_create(ith_matmul_cache **out, ith_error *err)
     return ITH_OK;
 }
 
-void ith_matmul_cache_destroy(ith_matmul_cache *cache)
-{
-    ith_free(
-        cache); /* descriptors die with the handle's process; cuBLASLt holds no device memory */
-}
-
 static int64_t alignment(const void *p)
 {
     int64_t bytes = 256;
@@ -96,6 +90,13 @@ static void drop(const ith_cuda_libs *lt, matmul_entry *e)
     if (e->d)
         lt->cublasLtMatrixLayoutDestroy(e->d);
     memset(e, 0, sizeof *e);
+}
+
+void ith_matmul_cache_destroy(ith_matmul_cache *cache, const ith_cuda_libs *libs)
+{
+    for (int i = 0; cache && i < ENTRIES; i++)
+        drop(libs, &cache->entries[i]);
+    ith_free(cache);
 }
 
 static ith_status describe(ith_ctx *ctx, matmul_entry *e)

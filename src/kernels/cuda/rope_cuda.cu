@@ -18,10 +18,11 @@ struct rope_args {
 };
 
 /* cos and sin of the pairs that elements d .. d+N-1 belong to, at token t; 1 and 0 past the rotated
- * ones. With three axes each frequency has its own row. */
+ * ones. With three axes each frequency has its own row; otherwise it is p0. */
 template <typename T, int N>
 __device__ __forceinline__ void angles(const rope_args &a, float (&c)[N], float (&s)[N], int64_t t,
-                                       int d, const T *cos, const T *sin, const int32_t *ids)
+                                       int32_t p0, int d, const T *cos, const T *sin,
+                                       const int32_t *ids)
 {
     int half = (int)a.half, i = d < half ? d : d - half;
     if (d >= 2 * half) {
@@ -31,9 +32,8 @@ __device__ __forceinline__ void angles(const rope_args &a, float (&c)[N], float 
             s[j] = 0;
         }
     } else if (a.axis_stride == 0) {
-        int64_t p = ids[t];
-        load_f32<T, N>(c, cos + p * a.cos_row + i);
-        load_f32<T, N>(s, sin + p * a.sin_row + i);
+        load_f32<T, N>(c, cos + p0 * a.cos_row + i);
+        load_f32<T, N>(s, sin + p0 * a.sin_row + i);
     } else {
 #pragma unroll
         for (int j = 0; j < N; j++) {
@@ -96,6 +96,7 @@ __global__ void __launch_bounds__(THREADS, ITEMS == 1 ? 8 : 4)
     share at = share_at<HEADS>(a, blockIdx.x * groups + threadIdx.x / a.group);
     vec<T, N> raw[HEADS][ITEMS];
     float c[ITEMS][N], s[ITEMS][N];
+    int32_t p0 = ids[at.t];
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) { /* all reads first */
         int d = (i * a.group + lane) * N;
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(THREADS, ITEMS == 1 ? 8 : 4)
         for (int h = 0; h < HEADS; h++)
             if (at.head + h < heads)
                 raw[h][i] = read<T, N>(x + at.t * a.x_row + (at.head + h) * a.x_head + d);
-        angles<T, N>(a, c[i], s[i], at.t, d, cos, sin, ids);
+        angles<T, N>(a, c[i], s[i], at.t, p0, d, cos, sin, ids);
     }
 #pragma unroll
     for (int h = 0; h < HEADS; h++) {
@@ -200,8 +201,11 @@ __global__ void __launch_bounds__(THREADS, ITEMS == 1 ? 3 : 2)
         if (d < a.dim && w)
             load_f32<T, N>(f[i], w + d);
     }
+    int32_t p_next = n > 0 ? ids[share_at<HEADS>(a, first).t] : 0;
     for (uint32_t round = 0; round < rounds; round++) { /* all lanes stay for the shuffles */
         share at = share_at<HEADS>(a, first + round * step);
+        int32_t p0 = p_next; /* read a round ahead: the angles' addresses wait for it */
+        p_next = ids[share_at<HEADS>(a, first + (round + 1) * step).t];
         vec<T, N> grads[HEADS][ITEMS], xs[HEADS][ITEMS];
         float c[ITEMS][N], s[ITEMS][N], r[HEADS];
 #pragma unroll
@@ -221,7 +225,7 @@ __global__ void __launch_bounds__(THREADS, ITEMS == 1 ? 3 : 2)
                 if (w)
                     xs[h][i] = read<T, N>(x + at.t * a.x_row + head * a.x_head + d);
             }
-            angles<T, N>(a, c[i], s[i], at.t, d, cos, sin, ids);
+            angles<T, N>(a, c[i], s[i], at.t, p0, d, cos, sin, ids);
         }
         __syncwarp(); /* the last round's reads of u are done */
 #pragma unroll
