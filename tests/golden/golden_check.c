@@ -19,11 +19,14 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "checkpoint/safetensors.h"
+#include "generate/decoder.h"
 #include "kernels/session.h"
 #include "train/chunk_loss.h"
 #include "train/step.h"
 
 #define GREEDY_CAPACITY 512
+#define GREEDY_PROMPT                                                                              \
+    9 /* tokens of greedy that are the prompt, unless ref.json says greedy_prompt */
 #define BF16_FLOOR (1.0 / 256)
 
 typedef struct {
@@ -358,6 +361,49 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
     close_bench(&b);
 }
 
+typedef struct {
+    const int32_t *want;
+    int64_t count, wrong;
+} greedy_check;
+
+static bool on_greedy(void *arg, int64_t i, int32_t id, bool is_stop)
+{
+    (void)i;
+    (void)is_stop;
+    greedy_check *c = arg;
+    c->wrong += id != c->want[c->count];
+    c->count++;
+    return true;
+}
+
+/* Greedy decoding with the cache: token for token. Rounding to bf16 may choose others. */
+static void check_greedy(const golden *g, const options *o, results *r)
+{
+    const ith_st_entry *entry = entry_of(g, "greedy");
+    if (!entry || o->dtype != ITH_F32 || o->reference)
+        return;
+    json_t *given = json_object_get(g->json, "greedy_prompt");
+    int64_t total = ith_st_numel(entry),
+            prompt = given ? (int64_t)json_integer_value(given) : GREEDY_PROMPT;
+    int32_t *all = ints(entry);
+    ith_buf dir = {0};
+    ith_path_join(&dir, g->dir, "hf");
+    ith_decoder_options d = {o->device, o->threads, true, ITH_F32, 1, total + 1, prompt};
+    ith_decoder decoder;
+    die_on(ith_decoder_open(&decoder, dir.data, &d, &err));
+    greedy_check c = {all + prompt, 0, 0};
+    ith_generate_options how = {.sampling = {.temperature = 1, .top_p = 1, .repetition_penalty = 1},
+                                .max_new = total - prompt,
+                                .token = on_greedy,
+                                .arg = &c};
+    ith_ids ids = {.ids = all, .count = prompt};
+    die_on(ith_decoder_generate(&decoder, &ids, 1, &how, &err));
+    record(r, (double)(c.wrong + llabs(total - prompt - c.count)), 0, "greedy tokens that differ");
+    ith_decoder_close(&decoder);
+    ith_buf_deinit(&dir);
+    ith_free(all);
+}
+
 static void run_golden(golden *g, const options *o, results *r)
 {
     const ith_st_entry *ids_entry = entry_of(g, "input_ids"), *packed = entry_of(g, "packed_ids");
@@ -367,6 +413,7 @@ static void run_golden(golden *g, const options *o, results *r)
     check_batch(g, o, &one, "one document", entry_of(g, "logits"), number(g->json, "loss"), "grads",
                 r);
     check_adamw(g, o, &one, r);
+    check_greedy(g, o, r);
     free_batch(&one);
     ith_free(ids);
     ith_free(labels);
