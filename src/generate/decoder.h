@@ -32,6 +32,7 @@ typedef struct {
     void *raw_logits;
 } ith_decoder;
 
+/* *d must not move while it is open. */
 ith_status ith_decoder_open(ith_decoder *d, const char *model_dir,
                             const ith_decoder_options *options, ith_error *err);
 void ith_decoder_close(ith_decoder *d);

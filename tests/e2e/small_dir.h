@@ -206,8 +206,9 @@ static inline void small_config(ith_config *c, const char *model, const char *da
     ith_buf text = {0};
     ith_buf_printf(&text,
                    "model: %s\ntrain_dataset: %s\noutput_dir: %s\ndevice: cpu\nthreads: 2\n"
-                   "train_on: all_turns\ncutoff_len: 96\nlearning_rate: 1.0e-2\nreport_to: []\n%s",
-                   model, data, output, more);
+                   "train_on: all_turns\ncutoff_len: 96\nreport_to: []\n%s%s",
+                   model, data, output,
+                   strstr(more, "learning_rate") ? "" : "learning_rate: 1.0e-2\n", more);
     assert_ok(ith_config_parse(c, text.data, text.len, "test.yaml", NULL, 0, &err), err);
     ith_buf_deinit(&text);
 }

@@ -168,6 +168,10 @@ typedef struct {
     int64_t samples; /* of allocations and reads, when not all */
 } victim;
 
+/* All of them are told before the test fails. */
+static int complaints;
+#define COMPLAIN(...) (complaints++, print_error(__VA_ARGS__))
+
 static void torture_at(const victim *v, ith_fault_kind kind, int64_t n, int files)
 {
     ith_error err = {0};
@@ -182,11 +186,11 @@ static void torture_at(const victim *v, ith_fault_kind kind, int64_t n, int file
     if (!hit)
         return; /* a run on several threads may do a few less */
     if (status == ITH_OK && !warnings)
-        fail_msg("%s %lld failed, and the run says all is well", what, (long long)n);
+        COMPLAIN("%s %lld failed, and the run says all is well\n", what, (long long)n);
     if (status != ITH_OK && (!err.text[0] || strchr(err.text, '\n')))
-        fail_msg("%s %lld: not one line: '%s'", what, (long long)n, err.text);
+        COMPLAIN("%s %lld: not one line: '%s'\n", what, (long long)n, err.text);
     if (open_files() != files)
-        fail_msg("%s %lld: %d files stay open (%s)", what, (long long)n, open_files() - files,
+        COMPLAIN("%s %lld: %d files stay open (%s)\n", what, (long long)n, open_files() - files,
                  err.text);
     no_leak(what, n);
     if (v->after)
@@ -217,6 +221,10 @@ static void torture(const victim *v)
         if (only_kind && strncmp(only_kind, kind_names[k], strlen(only_kind)) == 0)
             torture_at(v, (ith_fault_kind)k, only_n, files);
     }
+    int told = complaints;
+    complaints = 0;
+    if (told)
+        fail_msg("%s: %d faults went wrong (above)", v->name, told);
 }
 
 /* The newest checkpoint of a failed training is whole; going on from it gives the model of the

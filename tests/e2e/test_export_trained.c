@@ -1,0 +1,394 @@
+/* test_export_trained.c - the directory a run writes: names, order, types and untrained bytes of
+ * the source.
+ * Method: one step with learning rate 0, so that trained tensors must come out as they went in, bit
+ * for bit; then a real step, where they must move and the rest must not. */
+#include "e2e/small_dir.h"
+
+#include <math.h>
+
+static char *base;
+
+static ith_st_reader *open_dir(const char *name)
+{
+    ith_error err = {0};
+    ith_st_reader *r = NULL;
+    assert_ok(ith_st_open(&r, small_join(base, name), &err), err);
+    return r;
+}
+
+/* Same names, shapes and types; returns how many differ in their bytes. */
+static int compare_dirs(const char *a, const char *b, const char *left_out, const char **changed)
+{
+    ith_st_reader *x = open_dir(a), *y = open_dir(b);
+    int differing = 0;
+    int64_t left = 0;
+    for (int64_t i = 0; i < ith_st_count(x); i++) {
+        const ith_st_entry *e = ith_st_at(x, i), *f = ith_st_find(y, e->name);
+        char text[2][128];
+        if (left_out && strcmp(e->name, left_out) == 0) {
+            left++;
+            if (f)
+                fail_msg("%s is written", e->name);
+            continue;
+        }
+        if (!f)
+            fail_msg("%s is missing in %s", e->name, b);
+        if (e->dtype != f->dtype || !ith_st_has_shape(f, e->ndim, e->shape))
+            fail_msg("%s: %s, was %s", e->name, ith_st_text(f, text[0], 128),
+                     ith_st_text(e, text[1], 128));
+        if (memcmp(e->data, f->data, (size_t)e->bytes) != 0) {
+            differing++;
+            if (changed)
+                *changed = strcmp(e->name, "mtp.layers.0.eh_proj.weight") == 0 ||
+                                   strcmp(e->name, "counter") == 0 ||
+                                   strcmp(e->name, "model.layers.0.A_log") == 0
+                               ? "an untrained tensor"
+                               : *changed;
+        }
+    }
+    if (ith_st_count(y) != ith_st_count(x) - left)
+        fail_msg("%lld tensors, expected %lld", (long long)ith_st_count(y),
+                 (long long)(ith_st_count(x) - left));
+    ith_st_close(x);
+    ith_st_close(y);
+    return differing;
+}
+
+static void run(const char *model, const char *out, const char *more)
+{
+    ith_error err = {0};
+    ith_config c;
+    ith_run_result result;
+    small_seen *seen = ith_calloc(1, sizeof *seen);
+    assert_non_null(seen);
+    small_config(&c, small_join(base, model), small_join(base, "data.jsonl"), small_join(base, out),
+                 more);
+    assert_ok(small_train(&c, seen, &result, &err), err);
+    assert_int_equal(result.steps, 1);
+    ith_config_deinit(&c);
+    ith_buf_deinit(&seen->news);
+    ith_free(seen);
+}
+
+static const struct export_case {
+    const char *name;
+    const small_shape *shape;
+    small_layout layout;
+} cases[] = {
+    {"dense_bf16", &small_dense, {.dtype = ITH_BF16, .extra = true}},
+    {"dense_f32", &small_dense, {.dtype = ITH_F32, .extra = true, .shard_bytes = 40000}},
+    {"dense_f16", &small_dense, {.dtype = ITH_F16}},
+    {"tied", &small_tied, {.dtype = ITH_BF16}},
+    {"tied_stored_head", &small_tied, {.dtype = ITH_BF16, .stored_head = true}},
+    {"moe", &small_moe, {.dtype = ITH_BF16, .extra = true}},
+    {"moe_fused", &small_moe, {.dtype = ITH_BF16, .fused = 1, .extra = true}},
+    {"moe_swapped", &small_moe, {.dtype = ITH_F32, .fused = 2}},
+};
+#define NUM_CASES ((int)(sizeof cases / sizeof *cases))
+
+static void test_export_without_a_change_is_bit_equal(void **state)
+{
+    (void)state;
+    for (int i = 0; i < NUM_CASES; i++) {
+        const char *left_out = cases[i].layout.stored_head ? "lm_head.weight" : NULL;
+        char out[64];
+        snprintf(out, sizeof out, "%s-same", cases[i].name);
+        /* f32 weights in the step: rounding f32 or f16 sources to bf16 is not their source's bits
+         */
+        bool wide = cases[i].layout.dtype != ITH_BF16;
+        run(cases[i].name, out,
+            wide ? "max_steps: 1\nlearning_rate: 0.0\nbf16: false\ndtype: float32\n"
+                 : "max_steps: 1\nlearning_rate: 0.0\n");
+        int differing = compare_dirs(cases[i].name, out, left_out, NULL);
+        if (differing)
+            fail_msg("%s: %d tensors changed at learning rate 0", cases[i].name, differing);
+        static const char *const files[] = {"config.json", "generation_config.json",
+                                            "tokenizer.json", "chat_template.jinja",
+                                            "tokenizer_config.json"};
+        for (int k = 0; k < 5; k++)
+            assert_same_file(small_join(small_join(base, cases[i].name), files[k]),
+                             small_join(small_join(base, out), files[k]));
+    }
+}
+
+static void test_export_after_a_step_moves_what_is_trained(void **state)
+{
+    (void)state;
+    for (int i = 0; i < NUM_CASES; i++) {
+        const char *left_out = cases[i].layout.stored_head ? "lm_head.weight" : NULL,
+                   *untrained = NULL;
+        char out[64];
+        snprintf(out, sizeof out, "%s-step", cases[i].name);
+        run(cases[i].name, out, "max_steps: 1\nglobal_batch_size: 8\n");
+        int differing = compare_dirs(cases[i].name, out, left_out, &untrained);
+        if (untrained)
+            fail_msg("%s: %s changed", cases[i].name, untrained);
+        ith_st_reader *r = open_dir(cases[i].name);
+        int trained = (int)ith_st_count(r) - (left_out ? 1 : 0) - (cases[i].layout.extra ? 3 : 0);
+        ith_st_close(r);
+        if (differing != trained)
+            fail_msg("%s: %d of %d trained tensors changed", cases[i].name, differing, trained);
+    }
+}
+
+/* A run on the three layouts of the same experts gives the same numbers. */
+static void test_export_layouts_train_alike(void **state)
+{
+    (void)state;
+    ith_error err = {0};
+    static const char *const names[] = {"alike_each", "alike_fused", "alike_swapped"};
+    float *w[3] = {NULL};
+    int64_t n = 0;
+    for (int k = 0; k < 3; k++) {
+        small_shape shape = small_moe;
+        shape.vocab = 320;
+        small_make_model(small_join(base, names[k]), &shape,
+                         &(small_layout){.dtype = ITH_F32, .fused = k});
+        char out[64];
+        snprintf(out, sizeof out, "%s-out", names[k]);
+        run(names[k], out, "max_steps: 1\nbf16: false\n");
+        ith_st_reader *r = open_dir(out);
+        ith_hf_config config;
+        ith_model *m = NULL;
+        assert_ok(ith_hf_config_load(&config, small_join(base, out), &err), err);
+        assert_ok(ith_model_create(&m, &config, ITH_F32, 1, &err), err);
+        n = m->num_elements;
+        w[k] = ith_calloc(n, 4);
+        assert_non_null(w[k]);
+        ith_ctx ctx = ith_ctx_host(ith_backend_cpu(), NULL, &err);
+        assert_ok(ith_model_load(m, &ctx, r, ith_tensor_1d(w[k], ITH_F32, n), ith_tensor_none()),
+                  err);
+        ith_model_destroy(m);
+        ith_hf_config_deinit(&config);
+        ith_st_close(r);
+    }
+    assert_memory_equal(w[0], w[1], (size_t)n * 4);
+    assert_memory_equal(w[0], w[2], (size_t)n * 4);
+    for (int k = 0; k < 3; k++)
+        ith_free(w[k]);
+}
+
+/* A square fused tensor says nothing of its orientation: the other one does. */
+static void test_load_square_experts(void **state)
+{
+    (void)state;
+    ith_error err = {0};
+    for (int square_down = 0; square_down < 2; square_down++) {
+        small_shape shape = small_moe;
+        shape.moe_inter = square_down ? shape.hidden : shape.hidden / 2;
+        float *w[3];
+        int64_t n = 0;
+        for (int k = 0; k < 3; k++) {
+            char name[64];
+            snprintf(name, sizeof name, "square%d_%d", square_down, k);
+            shape.vocab = 320;
+            small_make_model(small_join(base, name), &shape,
+                             &(small_layout){.dtype = ITH_F32, .fused = k});
+            ith_hf_config config;
+            ith_model *m = NULL;
+            ith_st_reader *r = open_dir(name);
+            assert_ok(ith_hf_config_load(&config, small_join(base, name), &err), err);
+            assert_ok(ith_model_create(&m, &config, ITH_F32, 1, &err), err);
+            n = m->num_elements;
+            w[k] = ith_calloc(n, 4);
+            assert_non_null(w[k]);
+            ith_ctx ctx = ith_ctx_host(ith_backend_cpu(), NULL, &err);
+            assert_ok(
+                ith_model_load(m, &ctx, r, ith_tensor_1d(w[k], ITH_F32, n), ith_tensor_none()),
+                err);
+            ith_model_destroy(m);
+            ith_hf_config_deinit(&config);
+            ith_st_close(r);
+        }
+        assert_memory_equal(w[0], w[1], (size_t)n * 4);
+        assert_memory_equal(w[0], w[2], (size_t)n * 4);
+        for (int k = 0; k < 3; k++)
+            ith_free(w[k]);
+    }
+}
+
+/* What is missing is named before the first step: one expert, the head of an untied model. */
+static void test_load_names_what_is_missing(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *from, *name;
+    } missing[] = {{"moe", "model.layers.1.mlp.experts.3.up_proj.weight"},
+                   {"moe_fused", "model.layers.0.mlp.experts.down_proj"},
+                   {"dense_bf16", "lm_head.weight"},
+                   {"dense_bf16", "model.layers.2.self_attn.q_norm.weight"}};
+    for (int k = 0; k < 4; k++) {
+        ith_error err = {0};
+        ith_st_reader *r = open_dir(missing[k].from);
+        static ith_st_entry kept[256];
+        int64_t count = 0;
+        for (int64_t i = 0; i < ith_st_count(r); i++)
+            if (strcmp(ith_st_at(r, i)->name, missing[k].name) != 0)
+                kept[count++] = *ith_st_at(r, i);
+        assert_int_equal(count, ith_st_count(r) - 1);
+        const char *dir = small_join(base, "missing");
+        assert_ok(ith_st_write(dir, kept, count, NULL, &err), err);
+        ith_hf_config config;
+        ith_model *m = NULL;
+        ith_st_reader *less = open_dir("missing");
+        assert_ok(ith_hf_config_load(&config, small_join(base, missing[k].from), &err), err);
+        assert_ok(ith_model_create(&m, &config, ITH_F32, 1, &err), err);
+        float *w = ith_calloc(m->num_elements, 4);
+        assert_non_null(w);
+        ith_ctx ctx = ith_ctx_host(ith_backend_cpu(), NULL, &err);
+        assert_fails(ith_model_load(m, &ctx, less, ith_tensor_1d(w, ITH_F32, m->num_elements),
+                                    ith_tensor_none()),
+                     err, ITH_ERR_FORMAT, missing[k].name);
+        ith_free(w);
+        ith_model_destroy(m);
+        ith_hf_config_deinit(&config);
+        ith_st_close(less);
+        ith_st_close(r);
+    }
+}
+
+/* save_dtype changes the main type only, and the config says so. */
+static void test_export_save_dtype(void **state)
+{
+    (void)state;
+    run("dense_bf16", "as_f32", "max_steps: 1\nsave_dtype: float32\n");
+    ith_st_reader *r = open_dir("as_f32");
+    assert_int_equal(ith_st_find(r, "model.norm.weight")->dtype, ITH_F32);
+    assert_int_equal(ith_st_find(r, "counter")->dtype, ITH_I64);
+    ith_st_close(r);
+    ith_error err = {0};
+    ith_hf_config config;
+    assert_ok(ith_hf_config_load(&config, small_join(base, "as_f32"), &err), err);
+    assert_true(config.has_dtype && config.dtype == ITH_F32);
+    ith_hf_config_deinit(&config);
+}
+
+/* ---- requests that cannot work ---- */
+
+static void assert_refused(const char *model, const char *data, const char *out, const char *more,
+                           ith_status want, const char *text)
+{
+    ith_error err = {0};
+    ith_config c;
+    ith_run_result result;
+    small_seen *seen = ith_calloc(1, sizeof *seen);
+    assert_non_null(seen);
+    small_config(&c, small_join(base, model), small_join(base, data), small_join(base, out), more);
+    assert_fails(small_train(&c, seen, &result, &err), err, want, text);
+    ith_config_deinit(&c);
+    ith_buf_deinit(&seen->news);
+    ith_free(seen);
+}
+
+static void test_refused_before_training(void **state)
+{
+    (void)state;
+    assert_refused("dense_bf16", "data.jsonl", "dense_bf16", "max_steps: 1\n", ITH_ERR_USAGE,
+                   "output_dir");
+    assert_refused("nowhere", "data.jsonl", "x", "max_steps: 1\n", ITH_ERR_USAGE,
+                   "not a directory");
+    small_shape narrow = small_dense; /* 211 rows, the tokenizer has 300 ids */
+    small_make_model(small_join(base, "narrow"), &narrow, &(small_layout){.dtype = ITH_BF16});
+    assert_refused("narrow", "data.jsonl", "x", "max_steps: 1\n", ITH_ERR_FORMAT,
+                   "vocab_size of config.json is 211");
+}
+
+/* Fewer rows than one global batch: one step over what there is, not none. */
+static void test_a_step_of_fewer_samples_than_the_batch(void **state)
+{
+    (void)state;
+    ith_error err = {0};
+    ith_config c;
+    ith_run_result result;
+    small_seen *seen = ith_calloc(1, sizeof *seen);
+    assert_non_null(seen);
+    small_make_data(small_join(base, "three.jsonl"), 3);
+    small_config(&c, small_join(base, "dense_bf16"), small_join(base, "three.jsonl"),
+                 small_join(base, "three"), "num_train_epochs: 1\nglobal_batch_size: 8\n");
+    assert_ok(small_train(&c, seen, &result, &err), err);
+    assert_int_equal(result.steps, 1);
+    assert_true(isfinite(result.first_loss) && seen->rows[0].grad_norm > 0);
+    ith_config_deinit(&c);
+    ith_buf_deinit(&seen->news);
+    ith_free(seen);
+}
+
+/* A weight that is not a number: skip goes on and counts, stop ends the run with one line. */
+static void test_nonfinite_policies(void **state)
+{
+    (void)state;
+    ith_error err = {0};
+    ith_config c;
+    ith_run_result result;
+    small_seen *seen = ith_calloc(1, sizeof *seen);
+    assert_non_null(seen);
+    small_shape shape = small_dense;
+    shape.vocab = 320;
+    small_make_model(small_join(base, "poisoned"), &shape, &(small_layout){.dtype = ITH_F32});
+    char path[4096];
+    snprintf(path, sizeof path, "%s", small_join(base, "poisoned/model.safetensors"));
+    ith_st_reader *r = open_dir("poisoned");
+    const ith_st_entry *norm = ith_st_find(r, "model.norm.weight"), *first = ith_st_at(r, 0);
+    for (int64_t i = 0; i < ith_st_count(r); i++)
+        if ((const char *)ith_st_at(r, i)->data < (const char *)first->data)
+            first = ith_st_at(r, i);
+    long at = (long)((const char *)norm->data - (const char *)first->data);
+    ith_st_close(r);
+    FILE *f = fopen(path, "r+b");
+    unsigned char len[8];
+    float nan = NAN;
+    assert_non_null(f);
+    assert_int_equal(fread(len, 1, 8, f), 8);
+    long header = (long)len[0] + 256L * len[1] + 65536L * len[2];
+    assert_int_equal(fseek(f, 8 + header + at, SEEK_SET), 0);
+    assert_int_equal(fwrite(&nan, 4, 1, f), 1);
+    assert_int_equal(fclose(f), 0);
+    small_config(&c, small_join(base, "poisoned"), small_join(base, "data.jsonl"),
+                 small_join(base, "skip"), "max_steps: 3\nnonfinite: skip\nverify: true\n");
+    assert_ok(small_train(&c, seen, &result, &err), err);
+    assert_int_equal(result.skipped, 3);
+    assert_non_null(strstr(seen->news.data, "3 skipped so far"));
+    assert_non_null(strstr(seen->news.data, "verify: gradient of "));
+    ith_config_deinit(&c);
+    assert_refused("poisoned", "data.jsonl", "stop", "max_steps: 3\nnonfinite: stop\n", ITH_ERR_RUN,
+                   "step 1: gradients are not finite");
+    assert_false(ith_path_exists(small_join(base, "stop/model.safetensors")));
+    ith_buf_deinit(&seen->news);
+    ith_free(seen);
+}
+
+static int setup(void **state)
+{
+    (void)state;
+    base = small_setup("export");
+    for (int i = 0; i < NUM_CASES; i++) {
+        small_shape shape = *cases[i].shape;
+        shape.vocab = 320;
+        small_make_model(small_join(base, cases[i].name), &shape, &cases[i].layout);
+    }
+    small_make_data(small_join(base, "data.jsonl"), 23);
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    small_teardown(base);
+    return 0;
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_export_without_a_change_is_bit_equal),
+        cmocka_unit_test(test_export_after_a_step_moves_what_is_trained),
+        cmocka_unit_test(test_export_layouts_train_alike),
+        cmocka_unit_test(test_load_square_experts),
+        cmocka_unit_test(test_load_names_what_is_missing),
+        cmocka_unit_test(test_export_save_dtype),
+        cmocka_unit_test(test_refused_before_training),
+        cmocka_unit_test(test_a_step_of_fewer_samples_than_the_batch),
+        cmocka_unit_test(test_nonfinite_policies),
+    };
+    return cmocka_run_group_tests(tests, setup, teardown);
+}
