@@ -84,7 +84,8 @@ static ith_status ensure_template(const char *dir, ith_error *err)
     ith_buf path = {0};
     json_t *config = NULL;
     ith_path_join(&path, dir, "chat_template.jinja");
-    bool have = path.data && ith_path_exists(path.data);
+    ITH_TRY(ith_buf_check(&path, dir, err));
+    bool have = ith_path_exists(path.data);
     ith_path_join(&path, dir, "tokenizer_config.json");
     ith_status status = ith_buf_check(&path, dir, err);
     if (status == ITH_OK && !have && ith_path_exists(path.data)) {
