@@ -1,3 +1,4 @@
+/* links: ith_tokenizer */
 /* fuzz_tokenizer.c - a hostile tokenizer.json, then a hostile text.
  *
  * Input: a tokenizer.json, a NUL byte, and a text. What opens must encode any valid text, offsets
