@@ -57,7 +57,8 @@ const ith_st_entry *ith_st_at(const ith_st_reader *reader, int64_t i);
 /* NULL when absent. */
 const ith_st_entry *ith_st_find(const ith_st_reader *reader, const char *name);
 /* Like find, with an error when the tensor is absent or its shape differs; `why` names what sets
- * the shape ("hidden_size"), or NULL. */
+ * the shape ("hidden_size"), or NULL. The error has the file without its folder, which the caller
+ * names. */
 ith_status ith_st_need(const ith_st_reader *reader, const char *name, int ndim,
                        const int64_t *shape, const char *why, const ith_st_entry **out,
                        ith_error *err);

@@ -511,15 +511,15 @@ ith_status ith_st_need(const ith_st_reader *r, const char *name, int ndim, const
     const ith_st_entry *entry = ith_st_find(r, name);
     if (!entry)
         return ith_fail(err, ITH_ERR_FORMAT, "%s%s: tensor %.200s is missing",
-                        r->num_files ? r->files[0].path : "weights",
+                        r->num_files ? ith_path_base(r->files[0].path) : "weights",
                         r->num_files > 1 ? " and its shards" : "", name);
     if (!ith_st_has_shape(entry, ndim, shape)) {
         char found[256], wanted[256];
         shape_text(entry->ndim, entry->shape, found, sizeof found);
         shape_text(ndim, shape, wanted, sizeof wanted);
         return ith_fail(err, ITH_ERR_FORMAT, "%s: %.200s: shape %s, expected %s%s%s%s",
-                        r->files[entry->file_idx].path, name, found, wanted, why ? " (" : "",
-                        why ? why : "", why ? ")" : "");
+                        ith_path_base(r->files[entry->file_idx].path), name, found, wanted,
+                        why ? " (" : "", why ? why : "", why ? ")" : "");
     }
     *out = entry;
     return ITH_OK;

@@ -210,6 +210,28 @@ static ith_status find_fused(const ith_hf_piece *piece, const char *experts,
     return ITH_OK;
 }
 
+/* Keys of config.json that set the shape of a tensor, for messages. */
+static const char *keys_of_shape(const char *name)
+{
+    static const char *const keys[][2] = {
+        {"embed_tokens.", "vocab_size, hidden_size"},
+        {"lm_head.", "vocab_size, hidden_size"},
+        {".q_norm.", "head_dim"},
+        {".k_norm.", "head_dim"},
+        {"norm.", "hidden_size"},
+        {".q_proj.", "num_attention_heads, head_dim, hidden_size"},
+        {".o_proj.", "num_attention_heads, head_dim, hidden_size"},
+        {".k_proj.", "num_key_value_heads, head_dim, hidden_size"},
+        {".v_proj.", "num_key_value_heads, head_dim, hidden_size"},
+        {".mlp.experts.", "moe_intermediate_size, hidden_size"},
+        {".mlp.gate.", "num_experts, hidden_size"},
+        {".mlp.", "intermediate_size, hidden_size"}};
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
+        if (strstr(name, keys[i][0]))
+            return keys[i][1];
+    return NULL;
+}
+
 ith_status ith_model_find_source(const ith_hf_piece *piece, const ith_st_reader *reader,
                                  ith_piece_source *out, ith_error *err)
 {
@@ -218,7 +240,12 @@ ith_status ith_model_find_source(const ith_hf_piece *piece, const ith_st_reader 
     const ith_st_entry *entry = ith_st_find(reader, piece->hf_name);
     if (!entry && experts && strcmp(proj, ".weight") == 0)
         return find_fused(piece, experts, reader, out, err);
-    ITH_TRY(ith_st_need(reader, piece->hf_name, piece->ndim, piece->shape, NULL, &entry, err));
+    if (!entry && strcmp(piece->hf_name, "lm_head.weight") == 0)
+        return ith_fail(err, ITH_ERR_FORMAT,
+                        "tensor lm_head.weight is missing, and tie_word_embeddings of config.json "
+                        "is false");
+    ITH_TRY(ith_st_need(reader, piece->hf_name, piece->ndim, piece->shape,
+                        keys_of_shape(piece->hf_name), &entry, err));
     *out = (ith_piece_source){.entry = entry,
                               .block = piece->count,
                               .row_stride = piece->count / piece->shape[0],

@@ -218,7 +218,7 @@ static void test_damaged_checkpoints_are_passed_over_with_a_warning(void **state
         {"checkpoint-20/trainer_state.json", NULL, "trainer_state.json is missing"},
         {"checkpoint-20/CHECKPOINT_COMPLETE", NULL,
          "CHECKPOINT_COMPLETE is missing: the save did not end"},
-        {"checkpoint-20/CHECKPOINT_COMPLETE", "", "CHECKPOINT_COMPLETE:1:"},
+        {"checkpoint-20/CHECKPOINT_COMPLETE", "", "CHECKPOINT_COMPLETE: empty, expected JSON"},
         {"checkpoint-20/CHECKPOINT_COMPLETE", "{}", "holds no list of files"},
     };
     for (size_t i = 0; i < sizeof damage / sizeof *damage; i++) {
