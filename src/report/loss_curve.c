@@ -105,11 +105,11 @@ static void polyline(ith_buf *out, const panel *p, const ith_report_row *rows, i
     int64_t every = ith_max_i64(1, count / (4 * (int64_t)(p->right - p->left)));
     double state[2] = {2.0 / (mean_span(count) + 1.0), (double)NAN};
     bool open = false;
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0, drawable = 0; i < count; i++) {
         if (rows[i].is_eval || !isfinite(rows[i].loss))
             continue;
         double y = value(rows, i, state);
-        if (i % every != 0 && i + 1 < count)
+        if (drawable++ % every != 0 && i + 1 < count)
             continue;
         ith_buf_printf(out, "%s%.1f,%.1f", open ? " " : "<polyline points='",
                        px(p, (double)rows[i].step), py(p, y));
@@ -213,12 +213,17 @@ void ith_loss_curve_svg(const ith_report_row *rows, int64_t count, const char *t
     if (has_mean)
         polyline(out, &loss, rows, count, value_mean, STRONG_LINE);
     polyline(out, &rate, rows, count, value_rate, "stroke='#6a9a4a' stroke-width='1.6'");
-    for (int64_t i = 0; i < count; i++)
-        if (rows[i].is_eval && isfinite(rows[i].loss)) {
-            ith_buf_printf(out, "<circle cx='%.1f' cy='%.1f' r='4' fill='#d1622b'/>\n",
-                           px(&loss, (double)rows[i].step), py(&loss, rows[i].loss));
-            has_eval = true;
-        }
+    double drawn = -(double)INFINITY;
+    for (int64_t i = 0; i < count; i++) {
+        double x = px(&loss, (double)rows[i].step);
+        /* points closer than 2 px hide each other; the last is always there */
+        if (!rows[i].is_eval || !isfinite(rows[i].loss) || (x - drawn < 2 && i + 2 < count))
+            continue;
+        ith_buf_printf(out, "<circle cx='%.1f' cy='%.1f' r='4' fill='#d1622b'/>\n", x,
+                       py(&loss, rows[i].loss));
+        has_eval = true;
+        drawn = x;
+    }
     legend(out, &loss, has_mean, has_eval);
     if (bad)
         ith_buf_printf(out,
