@@ -8,6 +8,7 @@
 #include "checkpoint/json_edit.h"
 #include "checkpoint/model_dir.h"
 #include "cli/commands.h"
+#include "config/yaml.h"
 #include "model/model.h"
 #include "model/presets.h"
 #include "tokenizer/tokenizer.h"
@@ -21,6 +22,9 @@ static const char default_template[] =
     "    {%- if message.role == 'assistant' and message.reasoning_content is defined and "
     "message.reasoning_content %}\n"
     "        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}\n"
+    "    {%- endif %}\n"
+    "    {%- if message.tool_calls is defined and message.tool_calls or message.role == 'tool' %}\n"
+    "        {{- raise_exception('this template has no form for tools') }}\n"
     "    {%- endif %}\n"
     "    {{- message.content + '<|im_end|>\\n' }}\n"
     "{%- endfor %}\n"
@@ -60,6 +64,7 @@ static ith_status make_tokenizer(const ith_args *args, const char *dir, ith_erro
         return status;
     }
     ith_names names;
+    ITH_TRY(ith_model_dir_check(from, ITH_DIR_TOKENIZER, err));
     ITH_TRY(ith_list_dir(from, &names, err));
     ith_buf src = {0}, dst = {0};
     ith_status status = ITH_OK;
@@ -143,6 +148,29 @@ out:
     return status;
 }
 
+/* One key=value. Models have keys that we do not know, but one that is nearly a key which is there
+ * is a slip of the pen. */
+static ith_status change_config(ith_buf *text, const char *change, ith_error *err)
+{
+    const char *eq = strchr(change, '='), *names[64], *near = NULL;
+    char key[128];
+    int n = 0;
+    json_t *config = NULL, *value = NULL;
+    if (!eq || eq - change >= (int)sizeof key)
+        return ith_fail(err, ITH_ERR_USAGE, "init: %s is not key=value", change);
+    snprintf(key, sizeof key, "%.*s", (int)(eq - change), change);
+    ITH_TRY(ith_json_parse(&config, text->data, text->len, "config.json", err));
+    const char *name = NULL;
+    json_object_foreach(config, name, value) if (n < 64) names[n++] = name;
+    if (!json_object_get(config, key) && !strchr(key, '.'))
+        near = ith_nearest_name(key, names, n);
+    ith_status status =
+        near ? ith_fail(err, ITH_ERR_USAGE, "init: %s: unknown key (did you mean %s?)", key, near)
+             : ITH_OK;
+    json_decref(config);
+    return status == ITH_OK ? ith_json_edit_set(text, key, eq + 1, err) : status;
+}
+
 /* config.json from a file or a preset, with key=value changes; *text owned by the caller. */
 static ith_status make_config(const ith_args *args, const char *dir, ith_dtype dtype, ith_buf *text,
                               ith_error *err)
@@ -169,15 +197,22 @@ static ith_status make_config(const ith_args *args, const char *dir, ith_dtype d
         ith_buf_puts(text, "\n");
         ith_free(dump);
     }
-    for (int i = 1; i < args->num_positional; i++) {
-        const char *eq = strchr(args->positional[i], '=');
-        char key[128];
-        if (!eq || eq - args->positional[i] >= (int)sizeof key)
-            return ith_fail(err, ITH_ERR_USAGE, "init: %s is not key=value", args->positional[i]);
-        snprintf(key, sizeof key, "%.*s", (int)(eq - args->positional[i]), args->positional[i]);
-        ITH_TRY(ith_json_edit_set(text, key, eq + 1, err));
-    }
+    for (int i = 1; i < args->num_positional; i++)
+        ITH_TRY(change_config(text, args->positional[i], err));
     return ith_buf_check(text, "config.json", err);
+}
+
+static ith_status check_vocabulary(const char *dir, const ith_hf_config *config, ith_error *err)
+{
+    ith_tokenizer *tok = NULL;
+    ITH_TRY(ith_tokenizer_open(&tok, dir, err));
+    int64_t size = ith_tokenizer_size(tok);
+    ith_tokenizer_close(tok);
+    return size <= config->vocab_size
+               ? ITH_OK
+               : ith_fail(err, ITH_ERR_USAGE,
+                          "init: vocab_size: found %lld, the tokenizer has %lld tokens",
+                          (long long)config->vocab_size, (long long)size);
 }
 
 static ith_status init(const ith_args *args, const char *dir, ith_error *err)
@@ -192,6 +227,7 @@ static ith_status init(const ith_args *args, const char *dir, ith_error *err)
     ITH_TRY_OUT(ensure_template(dir, err));
     ITH_TRY_OUT(make_config(args, dir, dtype, &text, err));
     ITH_TRY_OUT(ith_hf_config_parse(&config, text.data, text.len, "config.json", err));
+    ITH_TRY_OUT(check_vocabulary(dir, &config, err));
     ITH_TRY_OUT(ith_model_create(&model, &config, dtype, 1, err));
     ITH_TRY_OUT(write_weights(model, dir, dtype, (uint64_t)ith_args_int(args, "seed"), err));
     ITH_TRY_OUT(write_text(dir, "config.json", text.data, text.len, err));
@@ -207,6 +243,10 @@ out:
 static ith_status run_init(const ith_args *args, ith_error *err)
 {
     const char *dir = args->positional[0];
+    bool is_new = !ith_path_exists(dir);
+    for (int i = 1; i < args->num_positional; i++)
+        if (!strchr(args->positional[i], '='))
+            return ith_fail(err, ITH_ERR_USAGE, "init: %s is not key=value", args->positional[i]);
     if (ith_path_is_dir(dir)) {
         ith_names names;
         ITH_TRY(ith_list_dir(dir, &names, err));
@@ -216,7 +256,12 @@ static ith_status run_init(const ith_args *args, ith_error *err)
             return ith_fail(err, ITH_ERR_USAGE, "init: %s is not empty (--force writes into it)",
                             dir);
     }
-    return init(args, dir, err);
+    ith_status status = init(args, dir, err);
+    if (status != ITH_OK && is_new) { /* nothing half written */
+        ith_error ignored = {0};
+        (void)ith_remove_tree(dir, &ignored);
+    }
+    return status;
 }
 
 static const ith_option options[] = {{.name = "size",

@@ -26,6 +26,7 @@ static int setup(void **state)
                "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n");
     case_write("cut/model.safetensors", "\x10\x20");
     case_write("empty.yaml", "");
+    case_write("text.txt", small_text);
     case_write("empty.jsonl", "");
     assert_ok(ith_write_file(small_join(case_root, "bytes.yaml"), "\x80\x00\x13", 3, &err), err);
     assert_ok(ith_write_file(small_join(case_root, "bytes.jsonl"), "\x80\x00\x13", 3, &err), err);
@@ -113,6 +114,20 @@ static const request requests[] = {
      "command line: chunk_loss_size: found 0 (use an integer >= 1, or null)"},
     {"train @/c.yaml lerning_rate=1", 2,
      "command line: lerning_rate: unknown key (did you mean learning_rate?)"},
+    /* a new model directory */
+    {"init @/new --learn @/text.txt hidden_sise=8", 2,
+     "init: hidden_sise: unknown key (did you mean hidden_size?)"},
+    {"init @/new --learn @/text.txt hidden_size", 2, "init: hidden_size is not key=value"},
+    {"init @/new --learn @/text.txt --vocab-size 300 vocab_size=100", 2,
+     "init: vocab_size: found 100, the tokenizer has 300 tokens"},
+    {"init @/new --learn @/text.txt num_hidden_layers=-3", 1,
+     "config.json: num_hidden_layers: -3 is outside 1 .. 1024"},
+    {"init @/new --learn @/none.txt", 1, "@/none.txt: cannot open: No such file or directory"},
+    {"init @/new --tokenizer @/none", 2, "@/none: no such directory (give a model directory)"},
+    {"init @/new", 2,
+     "init: give either --tokenizer DIR (copied) or --learn TEXT_FILE (a new one is learned)"},
+    {"init @/model --learn @/text.txt", 2, "init: @/model is not empty (--force writes into it)"},
+    {"init @/text.txt --learn @/text.txt", 1, "@/text.txt: is there, and is no directory"},
     /* other commands */
     {"tokenize @/model --decode 5~x~7", 2, "tokenize: found 'x', expected token ids"},
     {"tokenize @/model --decode -- -1", 2, "tokenize: found '-1', expected token ids"},
@@ -131,6 +146,8 @@ static void test_wrong_requests_are_exact_lines(void **state)
         case_expect(requests[i].line, requests[i].code, requests[i].message);
     assert_false(ith_path_exists(small_join(case_root, "out")));
     assert_false(ith_path_exists(small_join(case_root, "copy")));
+    assert_false(ith_path_exists(small_join(case_root, "new")));
+    assert_true(ith_path_exists(small_join(case_root, "text.txt")));
 }
 
 /* Paths are bytes: blanks, other alphabets, links. */
