@@ -62,8 +62,8 @@ static void test_log_has_the_keys(void **state)
     ith_run_report *r = NULL;
     const char *dir = temp_dir("report");
     assert_ok(ith_run_report_open(&r, dir, 0, false, &err), err);
-    ith_report_row a = row_at(1, 2.25), b = row_at(2, NAN), e = row_at(2, 1.75);
-    b.mfu = NAN;
+    ith_report_row a = row_at(1, 2.25), b = row_at(2, (double)NAN), e = row_at(2, 1.75);
+    b.mfu = (double)NAN;
     e.is_eval = true;
     assert_ok(ith_run_report_add(r, &a, &err), err);
     ith_buf early = text_of(dir, "trainer_log.jsonl"); /* on disk at once */
@@ -175,7 +175,7 @@ static void test_event_file_can_be_read(void **state)
     ith_run_report *r = NULL;
     const char *dir = temp_dir("events");
     assert_ok(ith_run_report_open(&r, dir, 0, true, &err), err);
-    ith_report_row row = row_at(7, 2.25), bad = row_at(8, NAN);
+    ith_report_row row = row_at(7, 2.25), bad = row_at(8, (double)NAN);
     assert_ok(ith_run_report_add(r, &row, &err), err);
     assert_ok(ith_run_report_add(r, &bad, &err), err);
     assert_ok(ith_run_report_close(r, &err), err);
@@ -289,7 +289,7 @@ static void test_curve_leaves_out_what_is_not_finite(void **state)
         fail_msg("the caption does not count 4 rows");
     ith_buf_deinit(&svg);
     for (int i = 0; i < 20; i++)
-        rows[i].loss = NAN;
+        rows[i].loss = (double)NAN;
     ith_loss_curve_svg(rows, 20, "t", &svg);
     assert_well_formed(&svg);
     ith_buf_deinit(&svg);
