@@ -102,6 +102,18 @@ static ith_status log_step(run *r, const ith_step_stats *stats, double lr)
     return ith_run_report_add(r->report, &row, r->t->session.ctx.err);
 }
 
+/* A pretrained model does better than chance: weights that were not found would not. */
+static void tell_guessing(const run *r, double loss)
+{
+    double chance = log((double)r->t->hf.vocab_size);
+    if (fabs(loss - chance) <= 0.01 * chance)
+        ith_trainer_say(
+            r->hooks,
+            "the first loss, %.4f, is that of guessing (ln vocab_size = %.4f): fine for "
+            "random weights, not for trained ones",
+            loss, chance);
+}
+
 /* One optimizer step out of the batcher. */
 static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
 {
@@ -143,6 +155,8 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
     r->at.skipped += stats.skipped;
     if (r->result.steps++ == 0)
         r->result.first_loss = stats.loss;
+    if (r->at.step == 1)
+        tell_guessing(r, stats.loss);
     r->result.last_loss = stats.loss;
     if (stats.skipped && c->nonfinite == ITH_NONFINITE_STOP)
         return ith_fail(err, ITH_ERR_RUN,

@@ -15,13 +15,16 @@ typedef struct {
     int64_t vocab, hidden, layers, heads, kv_heads, head_dim, inter;
     int64_t experts, topk, moe_inter; /* experts 0: dense */
     bool tied, norm_topk;
-    const char *more; /* further members of config.json, ", \"key\": value", or NULL */
+    const char *more;       /* further members of config.json, ", \"key\": value", or NULL */
+    const char *init_range; /* initializer_range; NULL: 0.15 */
 } small_shape;
 
-static const small_shape small_dense = {211, 48, 3, 4, 2, 16, 80, 0, 0, 0, false, false, NULL};
-static const small_shape small_tied = {211, 40, 2, 2, 1, 24, 72, 0, 0, 0, true, false, NULL};
-static const small_shape small_moe = {211, 48, 2, 4, 2, 16, 80, 8, 2, 24, false, true, NULL};
-static const small_shape small_moe_raw = {211, 48, 2, 4, 2, 16, 80, 8, 3, 24, true, false, NULL};
+static const small_shape small_dense = {211, 48, 3, 4,     2,     16,   80,
+                                        0,   0,  0, false, false, NULL, NULL};
+static const small_shape small_tied = {211, 40, 2, 2, 1, 24, 72, 0, 0, 0, true, false, NULL, NULL};
+static const small_shape small_moe = {211, 48, 2, 4, 2, 16, 80, 8, 2, 24, false, true, NULL, NULL};
+static const small_shape small_moe_raw = {211, 48, 2,  4,    2,     16,   80,
+                                          8,   3,  24, true, false, NULL, NULL};
 
 static inline void small_config_text(const small_shape *s, ith_buf *out)
 {
@@ -32,11 +35,12 @@ static inline void small_config_text(const small_shape *s, ith_buf *out)
                    "\"head_dim\": %lld, \"intermediate_size\": %lld, \"hidden_act\": \"silu\", "
                    "\"rms_norm_eps\": 1e-6, \"rope_theta\": 10000.0, "
                    "\"max_position_embeddings\": 4096, \"tie_word_embeddings\": %s, "
-                   "\"initializer_range\": 0.15, \"attention_bias\": false",
+                   "\"initializer_range\": %s, \"attention_bias\": false",
                    s->experts ? "Qwen3MoeForCausalLM" : "Qwen3ForCausalLM",
                    s->experts ? "qwen3_moe" : "qwen3", (long long)s->vocab, (long long)s->hidden,
                    (long long)s->layers, (long long)s->heads, (long long)s->kv_heads,
-                   (long long)s->head_dim, (long long)s->inter, s->tied ? "true" : "false");
+                   (long long)s->head_dim, (long long)s->inter, s->tied ? "true" : "false",
+                   s->init_range ? s->init_range : "0.15");
     if (s->experts)
         ith_buf_printf(out,
                        ", \"num_experts\": %lld, \"num_experts_per_tok\": %lld, "

@@ -313,6 +313,33 @@ static void test_a_step_of_fewer_samples_than_the_batch(void **state)
     ith_free(seen);
 }
 
+/* Weights that say nothing give the loss of guessing: told once. */
+static void test_guessing_is_told(void **state)
+{
+    (void)state;
+    ith_error err = {0};
+    ith_config c;
+    ith_run_result result;
+    small_shape shape = small_tied;
+    shape.vocab = 320;
+    shape.init_range = "0.001";
+    small_make_model(small_join(base, "blank"), &shape, &(small_layout){.dtype = ITH_F32});
+    static const char *const models[] = {"blank", "dense_f32"};
+    for (int k = 0; k < 2; k++) {
+        small_seen *seen = ith_calloc(1, sizeof *seen);
+        assert_non_null(seen);
+        small_config(&c, small_join(base, models[k]), small_join(base, "data.jsonl"),
+                     small_join(base, "guess"), "max_steps: 2\n");
+        assert_ok(small_train(&c, seen, &result, &err), err);
+        const char *told = strstr(seen->news.data, "guessing");
+        if ((k == 0) != (told != NULL))
+            fail_msg("%s, first loss %g: %s", models[k], result.first_loss, seen->news.data);
+        ith_config_deinit(&c);
+        ith_buf_deinit(&seen->news);
+        ith_free(seen);
+    }
+}
+
 /* A weight that is not a number: skip goes on and counts, stop ends the run with one line. */
 static void test_nonfinite_policies(void **state)
 {
@@ -388,6 +415,7 @@ int main(void)
         cmocka_unit_test(test_export_save_dtype),
         cmocka_unit_test(test_refused_before_training),
         cmocka_unit_test(test_a_step_of_fewer_samples_than_the_batch),
+        cmocka_unit_test(test_guessing_is_told),
         cmocka_unit_test(test_nonfinite_policies),
     };
     return cmocka_run_group_tests(tests, setup, teardown);
