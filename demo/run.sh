@@ -5,6 +5,7 @@
 #   ITHACA=PROGRAM            uses a built program instead of building one
 #   DEMO_ARGS="key=value .."  changes keys of demo/train.yaml
 #   DEMO_DATA=DIRECTORY       other data than demo/data (the same file names)
+#   DEMO_SIZE=tiny            another size of ithaca init
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build=${BUILD:-build-demo}
@@ -40,7 +41,7 @@ say "2/4 making a small Qwen3 model with random weights, and learning its tokeni
 rm -rf "$run"
 mkdir -p "$run"
 cat "$data"/voyage.txt "$data"/questions.jsonl "$data"/conversations.jsonl >"$run/tokenizer_text.txt"
-"$ithaca" init "$run/model" --size small --dtype float32 --vocab-size 1024 --learn "$run/tokenizer_text.txt"
+"$ithaca" init "$run/model" --size "${DEMO_SIZE:-small}" --dtype float32 --vocab-size 1024 --learn "$run/tokenizer_text.txt"
 
 # ---- fine-tuning
 say "3/4 fine-tuning it on $data (configuration: demo/train.yaml)"
@@ -88,7 +89,7 @@ cat <<PAGE
 
 ----------------------------------------------------------------------------------------------------
 What happened
-  A Qwen3 model of 4 layers was made with random weights; its tokenizer was learned from
+  A ${DEMO_SIZE:-small} Qwen3 model was made with random weights; its tokenizer was learned from
   $data. It was fine-tuned on $total questions and a few longer conversations, whole conversations
   packed side by side. The loss went from $(printf %.2f "$first") to $(printf %.4f "$last").
   Build $((built - started)) s, training $((trained - built)) s, all of it $((SECONDS - started)) s.
