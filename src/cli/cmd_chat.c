@@ -144,7 +144,7 @@ static ith_status loop(conversation *c, ith_error *err)
         else if (len > 0)
             status = turn(c, line, len, err);
     }
-    free(line);
+    free(line); /* check_layers: allow, getline took it */
     return status;
 }
 
