@@ -5,7 +5,7 @@ build=$1
 status=0
 tools/check_layers || status=1
 if command -v cppcheck >/dev/null; then
-    cppcheck --quiet --std=c11 --enable=warning,portability --inline-suppr --error-exitcode=1 --suppress=missingIncludeSystem \
+    cppcheck --quiet --std=c11 --enable=warning,portability --inline-suppr --library=tools/cppcheck.cfg --error-exitcode=1 --suppress=missingIncludeSystem \
         -I src -D_GNU_SOURCE src 2>&1 || status=1
 else
     echo "lint: cppcheck is not here"

@@ -346,7 +346,7 @@ static bool is_shard_of(const char *name, const char *stem)
     static const char pattern[] = "-ddddd-of-ddddd.safetensors";
     name += len;
     for (size_t i = 0; i < sizeof pattern; i++) /* the NUL, too */
-        if (pattern[i] == 'd' && i < 15 ? !isdigit((unsigned char)name[i]) : name[i] != pattern[i])
+        if (i < 15 && pattern[i] == 'd' ? !isdigit((unsigned char)name[i]) : name[i] != pattern[i])
             return false;
     return true;
 }

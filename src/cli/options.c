@@ -1,6 +1,7 @@
 /* options.c - parsing by table. */
 #include "cli/options.h"
 
+#include "base/words.h"
 #include "config/yaml.h"
 
 #include <errno.h>
@@ -18,25 +19,11 @@ int ith_num_options(const ith_option *options)
     return n;
 }
 
-const char *ith_option_word(const char *words, int idx, int *len)
-{
-    const char *p = words;
-    for (int i = 0;; i++) {
-        p += strspn(p, " ");
-        *len = (int)strcspn(p, " ");
-        if (*len == 0)
-            return NULL;
-        if (i == idx)
-            return p;
-        p += *len;
-    }
-}
-
 static int find_word(const char *words, const char *text)
 {
     int len = 0;
     for (int i = 0;; i++) {
-        const char *word = ith_option_word(words, i, &len);
+        const char *word = ith_word(words, i, &len);
         if (!word)
             return -1;
         if (strlen(text) == (size_t)len && memcmp(word, text, (size_t)len) == 0)
@@ -58,7 +45,7 @@ void ith_option_usage(const ith_option *option, ith_buf *out)
     }
     int len = 0;
     for (int i = 0;; i++) {
-        const char *word = ith_option_word(option->words, i, &len);
+        const char *word = ith_word(option->words, i, &len);
         if (!word)
             break;
         ith_buf_printf(out, "%s%.*s", i ? "|" : " ", len, word);
@@ -94,7 +81,7 @@ static ith_status fail_value(const ith_option *option, const char *text, ith_err
     if (option->type == ITH_OPTION_WORD) {
         int used = snprintf(wanted, sizeof wanted, "one of "), len = 0;
         for (int i = 0; used < (int)sizeof wanted; i++) {
-            const char *word = ith_option_word(option->words, i, &len);
+            const char *word = ith_word(option->words, i, &len);
             if (!word)
                 break;
             used += snprintf(wanted + used, sizeof wanted - (size_t)used, "%s%.*s", i ? ", " : "",

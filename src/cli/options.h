@@ -59,7 +59,5 @@ bool ith_args_given(const ith_args *args, const char *name);
 int ith_num_options(const ith_option *options);
 /* "-n, --name N", for help and man page. */
 void ith_option_usage(const ith_option *option, ith_buf *out);
-/* The idx-th of blank-separated words, its length in *len; NULL past the end. */
-const char *ith_option_word(const char *words, int idx, int *len);
 
 #endif

@@ -341,7 +341,7 @@ static int find_word(const char *words, const char *text, size_t text_len)
 {
     int len = 0;
     for (int i = 0;; i++) {
-        const char *word = ith_config_word(words, i, &len);
+        const char *word = ith_word(words, i, &len);
         if (!word)
             return -1;
         if (*word != '-' && (size_t)len == text_len && memcmp(word, text, text_len) == 0)

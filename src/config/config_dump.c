@@ -44,7 +44,7 @@ static void write_flags(const config_row *row, int64_t flags, ith_buf *out)
     int len = 0, shown = 0;
     ith_buf_putc(out, '[');
     for (int i = 0;; i++) {
-        const char *word = ith_config_word(row->words, i, &len);
+        const char *word = ith_word(row->words, i, &len);
         if (!word)
             break;
         if (flags >> i & 1)
@@ -67,7 +67,7 @@ static void write_enum(const config_row *row, const void *field, ith_buf *out)
     const char *word = NULL;
     if (row->words) {
         memcpy(&value, field, sizeof value);
-        word = value >= 0 ? ith_config_word(row->words, value, &len) : NULL;
+        word = value >= 0 ? ith_word(row->words, value, &len) : NULL;
         ith_buf_printf(out, "%.*s", word && *word != '-' ? len : 4,
                        word && *word != '-' ? word : "null");
     } else {

@@ -2,6 +2,7 @@
 #ifndef ITH_CONFIG_CONFIG_INTERNAL_H
 #define ITH_CONFIG_CONFIG_INTERNAL_H
 
+#include "base/words.h"
 #include "config/config.h"
 
 #define ITH_MAX_CONFIG_KEYS 160
@@ -58,8 +59,6 @@ int ith_config_find_row(const char *name, size_t len);
 int ith_config_plugin_of(int idx);
 /* The row belongs to the plugin chosen in the config (always true for top-level rows). */
 bool ith_config_row_applies(const ith_config *config, int idx);
-/* The idx-th of blank-separated words; its length in *len, NULL past the end. */
-const char *ith_config_word(const char *words, int idx, int *len);
 /* The value of a row as YAML text (without the key); "null" when unset. */
 void ith_config_write_value(const ith_config *config, int idx, ith_buf *out);
 /* Whether the value differs from the row's default. */

@@ -386,20 +386,6 @@ int ith_config_plugin_of(int idx)
     return dot ? ith_config_find_row(name, (size_t)(dot - name)) : -1;
 }
 
-const char *ith_config_word(const char *words, int idx, int *len)
-{
-    const char *p = words;
-    for (int i = 0;; i++) {
-        p += strspn(p, " ");
-        *len = (int)strcspn(p, " ");
-        if (*len == 0)
-            return NULL;
-        if (i == idx)
-            return p;
-        p += *len;
-    }
-}
-
 static bool comma_list_has(const char *list, const char *word, size_t len)
 {
     for (const char *p = list; *p;) {
@@ -424,7 +410,7 @@ bool ith_config_row_applies(const ith_config *config, int idx)
     }
     int chosen = 0, len = 0;
     memcpy(&chosen, ith_config_field_const(config, plugin), sizeof chosen);
-    const char *word = ith_config_word(map->words, chosen, &len);
+    const char *word = ith_word(map->words, chosen, &len);
     if (!word || *word == '-')
         return false;
     return !ith_config_rows[idx].plugins ||
@@ -436,7 +422,7 @@ static void join_words(const char *words, ith_buf *out)
 {
     int len = 0, shown = 0;
     for (int i = 0;; i++) {
-        const char *word = ith_config_word(words, i, &len);
+        const char *word = ith_word(words, i, &len);
         if (!word)
             break;
         if (*word != '-')

@@ -21,7 +21,7 @@ static flow exec(ith_jj_interp *in, const ith_jj_node *node);
 
 /* ---- failure and limits ---------------------------------------------------------------------- */
 
-static _Noreturn void fail_with(ith_jj_interp *in, ith_status status, const char *fmt, va_list args)
+static void note_failure(ith_jj_interp *in, ith_status status, const char *fmt, va_list args)
 {
     char text[1024];
     vsnprintf(text, sizeof text, fmt, args);
@@ -29,21 +29,24 @@ static _Noreturn void fail_with(ith_jj_interp *in, ith_status status, const char
         if ((unsigned char)*p < 0x20)
             *p = ' '; /* one line */
     in->status = ith_fail(in->err, status, "%s:%d: %s", in->jinja->name, (int)in->line, text);
-    longjmp(in->jump, 1);
 }
 
 void ith_jj_fail(ith_jj_interp *in, const char *fmt, ...)
 {
     va_list args;
     va_start(args, fmt);
-    fail_with(in, ITH_ERR_FORMAT, fmt, args);
+    note_failure(in, ITH_ERR_FORMAT, fmt, args);
+    va_end(args);
+    longjmp(in->jump, 1);
 }
 
 void ith_jj_fail_as(ith_jj_interp *in, ith_status status, const char *fmt, ...)
 {
     va_list args;
     va_start(args, fmt);
-    fail_with(in, status, fmt, args);
+    note_failure(in, status, fmt, args);
+    va_end(args);
+    longjmp(in->jump, 1);
 }
 
 void *ith_jj_alloc(ith_jj_interp *in, int64_t bytes)
@@ -543,6 +546,7 @@ static ith_jj_value eval_filter(ith_jj_interp *in, const ith_jj_node *node)
     ith_jj_filter_fn fn =
         node->op == JJ_TEST ? ith_jj_find_test(node->text.s) : ith_jj_find_filter(node->text.s);
     ITH_ASSERT(fn);
+    /* cppcheck-suppress returnDanglingLifetime ; filters keep values, never the list */
     return fn(in, v, &args);
 }
 

@@ -715,6 +715,7 @@ static ith_jj_value global_range(ith_jj_interp *in, const ith_jj_args *args)
     uint64_t span = n[2] > 0 ? (n[0] < n[1] ? (uint64_t)n[1] - (uint64_t)n[0] : 0)
                              : (n[0] > n[1] ? (uint64_t)n[0] - (uint64_t)n[1] : 0);
     uint64_t step = n[2] > 0 ? (uint64_t)n[2] : 0 - (uint64_t)n[2];
+    /* cppcheck-suppress zerodivcond ; a step of 0 was refused */
     uint64_t count = span / step + (span % step != 0);
     if (count > JJ_MAX_RANGE)
         ith_jj_fail_as(in, ITH_ERR_MEMORY, "call 'range': more than %d numbers", JJ_MAX_RANGE);

@@ -432,6 +432,7 @@ static int64_t slice_count(int64_t first, int64_t last, int64_t step)
 {
     if (step > 0)
         return first < last ? (last - first - 1) / step + 1 : 0;
+    /* cppcheck-suppress zerodivcond ; callers refuse a step of 0 */
     return first > last ? (int64_t)(((uint64_t)(first - last) - 1) / (0 - (uint64_t)step)) + 1 : 0;
 }
 

@@ -58,7 +58,9 @@ static inline program_run case_run(const char *line)
 {
     char *text = case_text(line), *words[32] = {0};
     int n = 0;
-    for (char *p = strtok(text, " "); p && n < 31; p = strtok(NULL, " ")) {
+    for (char *p = NULL, *rest = text; (p = strsep(&rest, " ")) && n < 31;) {
+        if (*p == '\0')
+            continue;
         words[n++] = p;
         for (char *q = p; *q; q++)
             if (*q == '~')

@@ -16,7 +16,7 @@ static int setup(void **state)
         char names[200];
         snprintf(names, sizeof names, "%s", keep[i][1]);
         assert_ok(ith_make_dirs(small_join(case_root, keep[i][0]), &err), err);
-        for (char *name = strtok(names, " "); name; name = strtok(NULL, " ")) {
+        for (char *name, *rest = names; (name = strsep(&rest, " ")) && *name;) {
             const char *from = small_join(small_join(case_root, "model"), name);
             const char *to = small_join(small_join(case_root, keep[i][0]), name);
             assert_ok(ith_copy_file(from, to, &err), err);

@@ -129,7 +129,8 @@ static void run_case(const resume_case *k)
     assert_int_equal(result.steps, k->stop_at);
     assert_false(ith_path_exists(small_join(cut, "model.safetensors")));
     ith_config_deinit(&c);
-    strcat(more, "resume_from_checkpoint: auto\n");
+    size_t used = strlen(more);
+    snprintf(more + used, sizeof more - used, "resume_from_checkpoint: auto\n");
     small_config(&c, small_join(base, k->model), small_join(base, "data.jsonl"), cut, more);
     assert_ok(small_train(&c, seen[2], &result, &err), err);
     assert_non_null(strstr(seen[2]->news.data, "resumed "));

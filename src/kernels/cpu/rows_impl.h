@@ -496,6 +496,7 @@ INLINE void router_forward_as(const ith_cpu_rows *a, int64_t begin, int64_t end,
             for (int64_t e = 0; e < experts; e++)
                 if (!taken[e] && (best < 0 || p[e] > p[best]))
                     best = e;
+            /* cppcheck-suppress negativeIndex ; k <= experts: one is left */
             taken[best] = true;
             idx[s] = (int32_t)best;
             chosen += p[best];
