@@ -144,7 +144,7 @@ ith_status ith_dot_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, ith_te
  * [T,k] I32   logits: [T,E] act */
 ith_status ith_router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_idx,
                               ith_tensor probs, ith_tensor logits, bool norm_topk);
-/* dlogits: [T,E] act from dtopk_w [T,k] f32. Load balance (spec 8.10): aux_coef*E/N * p*(f - sum p
+/* dlogits: [T,E] act from dtopk_w [T,k] f32. Load balance: aux_coef*E/N * p*(f - sum p
  * f) added when expert_fraction [E] f32 is present (f_e = assignments/N); aux_scale = aux_coef*E/N
  * times the loss seed. */
 ith_status ith_router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor dtopk_w,
@@ -152,7 +152,7 @@ ith_status ith_router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor dtop
                                ith_tensor expert_fraction, float aux_scale, bool norm_topk);
 /* fraction[e] += scale * (offsets[e+1] - offsets[e]);  mean_prob[e] += scale * sum_t probs[t,e],
  * fixed order: the two vectors of the load balancing loss E * sum_e fraction[e]*mean_prob[e]
- * (spec 8.10) when scale = 1/N, N = rows of all MoE layers.      fraction, mean_prob: [E] f32
+ * when scale = 1/N, N = rows of all MoE layers.      fraction, mean_prob: [E] f32
  * offsets: [E+1] I32   probs: [T,E] f32 */
 ith_status ith_expert_load(ith_ctx *ctx, ith_tensor fraction, ith_tensor mean_prob,
                            ith_tensor offsets, ith_tensor probs, float scale);
