@@ -7,6 +7,7 @@
 
 #include "base/file.h"
 #include "checkpoint/model_dir.h"
+#include "checkpoint/train_state.h"
 #include "train/trainer_internal.h"
 
 void ith_trainer_say(const ith_trainer_hooks *hooks, const char *fmt, ...)
@@ -34,6 +35,30 @@ static ith_status check_weights(const char *dir, ith_error *err)
     ITH_TRY(ith_st_open(&reader, dir, err));
     ith_st_close(reader);
     return ITH_OK;
+}
+
+/* A named checkpoint that is not there is told before the data is read. A run that begins anew
+ * beside the checkpoints of another one is told of them: auto takes, and save_total_limit keeps,
+ * the highest number, whosever it is. */
+static ith_status check_checkpoints(const ith_config *c, const ith_trainer_hooks *hooks,
+                                    ith_error *err)
+{
+    const char *from = c->resume_from_checkpoint;
+    if (from && strcmp(from, "auto") != 0 && !ith_path_is_dir(from))
+        return ith_config_fail(c, "resume_from_checkpoint", err,
+                               "found %s, which is no directory (give a checkpoint, or auto)",
+                               from);
+    if (from || !c->output_dir || !ith_path_is_dir(c->output_dir))
+        return ITH_OK;
+    ith_buf latest = {0};
+    ith_status status = ith_train_state_find_latest(c->output_dir, &latest, err);
+    if (status == ITH_OK && latest.len)
+        ith_trainer_say(hooks,
+                        "%s is of an earlier run; this one begins anew beside it "
+                        "(resume_from_checkpoint=auto goes on, another output_dir keeps apart)",
+                        latest.data);
+    ith_buf_deinit(&latest);
+    return status;
 }
 
 static ith_status open_model_files(ith_trainer *t, bool plan_only, ith_error *err)
@@ -168,6 +193,8 @@ ith_status ith_trainer_open(ith_trainer *t, const ith_config *config, bool plan_
     ITH_TRY_OUT(ith_config_check_supported(config, err));
     ITH_TRY_OUT(ith_config_resolve_layout(config, 1, &t->layout, err));
     ITH_TRY_OUT(open_model_files(t, plan_only, err));
+    if (!plan_only)
+        ITH_TRY_OUT(check_checkpoints(config, hooks, err));
     static const ith_use_device use[] = {ITH_USE_AUTO, ITH_USE_CPU, ITH_USE_CUDA};
     ITH_TRY_OUT(ith_session_open(&t->session, use[config->device], 0, (int)config->threads,
                                  plan_only, err));
