@@ -49,7 +49,10 @@ static ith_status walk(ith_decoder *d, int64_t tokens, const int32_t *cu, int64_
     ith_batch b = {.num_tokens = tokens,
                    .ids = ith_row_range(d->ids, 0, tokens),
                    .position_ids = ith_row_range(d->position_ids, 0, tokens),
-                   .seqs = {d->cu_seqlens, cu, d->options.batch, max_len}};
+                   .seqs = {.cu_seqlens = d->cu_seqlens,
+                            .cu_host = cu,
+                            .num_docs = d->options.batch,
+                            .max_len = max_len}};
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "last hidden state", m->dtype, 2, tokens,
                          m->config->hidden_size, 1, 1, &hidden));
     ITH_TRY(m->family->decode(m, ctx, &b, &d->cache, ith_row_range(d->rows, 0, tokens), prefill,

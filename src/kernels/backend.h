@@ -26,6 +26,7 @@ typedef ith_tensor ith_t_; /* short, for the table only */
 
 struct ith_backend {
     const char *name; /* "ref", "cpu", "cuda" */
+    bool block_masks; /* attention knows the block masks of ith_seqs */
     ITH_OP(embedding_forward, ith_t_ y, ith_t_ ids, ith_t_ w);
     ITH_OP(embedding_backward, ith_t_ dw, ith_t_ dy, ith_t_ ids);
     ITH_OP(rmsnorm_forward, ith_t_ y, ith_t_ sum, ith_t_ rstd, ith_t_ x, ith_t_ residual, ith_t_ w,
@@ -61,6 +62,10 @@ struct ith_backend {
            bool norm_topk);
     ITH_OP(router_backward, ith_t_ dlogits, ith_t_ dtopk_w, ith_t_ topk_w, ith_t_ topk_idx,
            ith_t_ probs, ith_t_ expert_fraction, float aux_scale, bool norm_topk);
+    ITH_OP(group_router_forward, ith_t_ topk_w, ith_t_ topk_idx, ith_t_ scores, ith_t_ logits,
+           ith_t_ bias, int64_t n_group, int64_t topk_group, float scaling);
+    ITH_OP(group_router_backward, ith_t_ dlogits, ith_t_ dtopk_w, ith_t_ topk_idx, ith_t_ scores,
+           float scaling);
     ITH_OP(expert_load, ith_t_ fraction, ith_t_ mean_prob, ith_t_ offsets, ith_t_ probs,
            float scale);
     ITH_OP(expert_sort, ith_t_ offsets, ith_t_ source, ith_t_ row_of, ith_t_ topk_idx);

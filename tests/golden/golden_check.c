@@ -249,7 +249,10 @@ static void check_logits(bench *b, const ith_micro_batch *batch, const ith_st_en
         ith_batch dev = {.num_tokens = n,
                          .ids = ids,
                          .position_ids = pos,
-                         .seqs = {cu, batch->cu_seqlens, batch->num_docs, max_len}};
+                         .seqs = {.cu_seqlens = cu,
+                                  .cu_host = batch->cu_seqlens,
+                                  .num_docs = batch->num_docs,
+                                  .max_len = max_len}};
         die_on(m->family->forward(m, ctx, &dev, false, hidden));
         die_on(ith_model_logits(m, ctx, logits, hidden, rows));
         if (pass == 0) {
