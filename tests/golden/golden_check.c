@@ -4,13 +4,14 @@
  * [keep=all|attention|input|host] [chunk=N] DIR...
  *
  * DIR/hf is a model directory; ref.safetensors holds input_ids, labels, logits (and packed_ids,
- * packed_labels, cu_seqlens, packed_logits, greedy); grads/, grads_packed/, after3/ hold gradients
- * and the weights after three AdamW steps under the names of hf/; ref.json holds losses and the
- * AdamW settings. Exit 0 when every error is within its bound, 1 when one is not, 77 when a
- * directory is not there. Bounds for float32: logits 2e-5 of the largest logit, gradients 1e-4 and
- * weights after three steps 1e-3 in relative norm, losses 1e-5, gradient norms 3e-3 relative. For
- * bfloat16 the bound of a value is twice the error that the plain bf16 reference operators make in
- * the same place, plus a floor of 2^-8. */
+ * packed_labels, cu_seqlens, packed_logits, greedy), or of a diffusion model clean, noisy, labels
+ * and three logits; grads/, grads_packed/, after3/ hold gradients and the weights after three AdamW
+ * steps under the names of hf/; ref.json holds losses and the AdamW settings. Exit 0 when every
+ * error is within its bound, 1 when one is not, 77 when a directory is not there. Bounds for
+ * float32: logits 2e-5 of the largest logit, gradients 1e-4 and weights after three steps 1e-3 in
+ * relative norm, losses 1e-5, gradient norms 3e-3 relative. For bfloat16 the bound of a value is
+ * twice the error that the plain bf16 reference operators make in the same place, plus a floor of
+ * 2^-8. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,6 +21,7 @@
 #include "base/json.h"
 #include "checkpoint/safetensors.h"
 #include "generate/decoder.h"
+#include "data/noise.h"
 #include "kernels/session.h"
 #include "train/chunk_loss.h"
 #include "train/step.h"
@@ -136,6 +138,12 @@ static void free_batch(ith_micro_batch *b)
     ith_free(b->cu_seqlens);
 }
 
+/* What a row of the batch sees; all zero: causal. */
+typedef struct {
+    int64_t block;
+    bool bidirectional;
+} mask_kind;
+
 /* ---- a model opened for a run
  * -------------------------------------------------------------------------- */
 
@@ -146,7 +154,7 @@ typedef struct {
 } bench;
 
 static void open_bench(bench *b, const golden *g, const options *o, const ith_micro_batch *batch,
-                       double max_grad_norm)
+                       mask_kind mask, double max_grad_norm)
 {
     memset(b, 0, sizeof *b);
     die_on(ith_session_open(&b->session, o->device, 0, o->threads, false, &err));
@@ -162,7 +170,10 @@ static void open_bench(bench *b, const golden *g, const options *o, const ith_mi
                          .training = true,
                          .fp32_master = true,
                          .keep = o->keep,
-                         .max_grad_norm = (float)max_grad_norm};
+                         .max_grad_norm = (float)max_grad_norm,
+                         .block = mask.block,
+                         .noisy = batch->noisy != NULL,
+                         .bidirectional = mask.bidirectional};
     die_on(ith_step_create(&b->step, b->model, &b->session.ctx, &c, false));
     die_on(ith_model_load(b->model, &b->session.ctx, g->weights, b->model->w, b->step->master));
 }
@@ -206,8 +217,8 @@ static double rel_norm(const float *a, const char *ref, ith_dtype dtype, int64_t
 
 /* Forward of the batch in the plan's memory that backward would use; logits of all rows against the
  * reference. */
-static void check_logits(bench *b, const ith_micro_batch *batch, const ith_st_entry *want,
-                         results *r, const char *what)
+static void check_logits(bench *b, const ith_micro_batch *batch, mask_kind mask,
+                         const ith_st_entry *want, results *r, const char *what)
 {
     ith_ctx *ctx = &b->session.ctx;
     ith_model *m = b->model;
@@ -215,7 +226,7 @@ static void check_logits(bench *b, const ith_micro_batch *batch, const ith_st_en
     ith_plan *kept = ctx->plan,
              *own =
                  NULL; /* logits of all rows are not part of a training step: a plan of their own */
-    ith_tensor hidden = {0}, logits = {0}, rows = {0}, ids = {0}, pos = {0}, cu = {0};
+    ith_tensor hidden = {0}, logits = {0}, rows = {0}, ids = {0}, pos = {0}, cu = {0}, noisy = {0};
     ctx->plan = NULL;
     die_on(ith_plan_create(&own, ctx->device, &err));
     ctx->plan = own;
@@ -228,6 +239,9 @@ static void check_logits(bench *b, const ith_micro_batch *batch, const ith_st_en
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "rows", ITH_I32, 1, n, 1, 1, 1, &rows));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "cu", ITH_I32, 1, batch->num_docs + 1, 1, 1,
                             1, &cu));
+        if (batch->noisy)
+            die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "noisy", ITH_I32, 1, batch->num_docs, 1,
+                                1, 1, &noisy));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "hidden", m->dtype, 2, n,
                             m->config->hidden_size, 1, 1, &hidden));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "logits", m->dtype, 2, n, v, 1, 1, &logits));
@@ -240,6 +254,8 @@ static void check_logits(bench *b, const ith_micro_batch *batch, const ith_st_en
             die_on(d->upload(d, pos.data, batch->position_ids, n * 4, &err));
             die_on(d->upload(d, rows.data, all, n * 4, &err));
             die_on(d->upload(d, cu.data, batch->cu_seqlens, (batch->num_docs + 1) * 4, &err));
+            if (batch->noisy)
+                die_on(d->upload(d, noisy.data, batch->noisy, batch->num_docs * 4, &err));
             die_on(d->sync(d, &err));
             ith_free(all);
         }
@@ -252,7 +268,15 @@ static void check_logits(bench *b, const ith_micro_batch *batch, const ith_st_en
                          .seqs = {.cu_seqlens = cu,
                                   .cu_host = batch->cu_seqlens,
                                   .num_docs = batch->num_docs,
-                                  .max_len = max_len}};
+                                  .max_len = max_len,
+                                  .block = mask.block},
+                         .bidirectional = mask.bidirectional};
+        if (batch->noisy) {
+            dev.seqs.noisy = noisy;
+            dev.seqs.position = pos;
+            dev.seqs.noisy_host = batch->noisy;
+            dev.seqs.position_host = batch->position_ids;
+        }
         die_on(m->family->forward(m, ctx, &dev, false, hidden));
         die_on(ith_model_logits(m, ctx, logits, hidden, rows));
         if (pass == 0) {
@@ -263,7 +287,8 @@ static void check_logits(bench *b, const ith_micro_batch *batch, const ith_st_en
     }
     float *got = floats(ctx, logits);
     double worst = 0, largest = 0;
-    for (int64_t i = 0; i < n * v; i++) {
+    ITH_ASSERT(ith_st_numel(want) <= n * v); /* diffusion: of the noisy rows, which come first */
+    for (int64_t i = 0; i < ith_st_numel(want); i++) {
         float ref = 0;
         memcpy(&ref, (const char *)want->data + i * 4, 4);
         double diff = fabs((double)got[i] - (double)ref);
@@ -306,12 +331,13 @@ static double number(const json_t *json, const char *key)
 
 /* Loss, logits and every gradient of one batch. */
 static void check_batch(const golden *g, const options *o, const ith_micro_batch *batch,
-                        const char *what, const ith_st_entry *logits, double loss,
+                        mask_kind mask, const char *what, const ith_st_entry *logits, double loss,
                         const char *grads, results *r)
 {
     bench b;
-    open_bench(&b, g, o, batch, 0);
-    check_logits(&b, batch, logits, r, what);
+    open_bench(&b, g, o, batch, mask, 0);
+    if (logits)
+        check_logits(&b, batch, mask, logits, r, what);
     ith_step_begin(b.step, batch->weight_sum);
     die_on(ith_step_micro(b.step, batch));
     double got = 0;
@@ -319,7 +345,8 @@ static void check_batch(const golden *g, const options *o, const ith_micro_batch
     die_on(ctx->device->download(ctx->device, &got, b.step->loss_sum.data, sizeof got, &err));
     die_on(ctx->device->sync(ctx->device, &err));
     record(r, fabs(got - loss) / fabs(loss), 1e-5, "%s loss", what);
-    check_pieces(&b, b.model->grad, g->dir, grads, 1e-4, r);
+    if (grads)
+        check_pieces(&b, b.model->grad, g->dir, grads, 1e-4, r);
     for (int c = 0; c < ITH_MEM_CLASSES;
          c++) /* the batch is as large as planned: no byte more, no byte less */
         if (c != ITH_MEM_OPTIMIZER &&
@@ -328,17 +355,23 @@ static void check_batch(const golden *g, const options *o, const ith_micro_batch
     close_bench(&b);
 }
 
-static void check_adamw(const golden *g, const options *o, const ith_micro_batch *batch, results *r)
+static double number_or(const json_t *json, double otherwise)
+{
+    return json ? json_number_value(json) : otherwise;
+}
+
+static void check_adamw(const golden *g, const options *o, const ith_micro_batch *batch,
+                        mask_kind mask, results *r)
 {
     const json_t *a = json_object_get(g->json, "adamw");
     ith_adamw_hyper h = {(float)number(a, "lr"),
-                         (float)json_number_value(json_array_get(json_object_get(a, "betas"), 0)),
-                         (float)json_number_value(json_array_get(json_object_get(a, "betas"), 1)),
-                         (float)number(a, "eps"),
+                         (float)number_or(json_array_get(json_object_get(a, "betas"), 0), 0.9),
+                         (float)number_or(json_array_get(json_object_get(a, "betas"), 1), 0.999),
+                         (float)number_or(json_object_get(a, "eps"), 1e-8),
                          (float)number(a, "weight_decay"),
                          0};
     bench b;
-    open_bench(&b, g, o, batch, number(a, "max_grad_norm"));
+    open_bench(&b, g, o, batch, mask, number(a, "max_grad_norm"));
     for (int64_t i = 0; i < 3; i++) {
         ith_step_stats stats;
         h.step = i + 1;
@@ -407,15 +440,72 @@ static void check_greedy(const golden *g, const options *o, results *r)
     ith_free(all);
 }
 
+/* Diffusion: clean, noisy and labels [1,L] (labels at the masked positions themselves). */
+static void run_diffusion(golden *g, const options *o, results *r)
+{
+    int64_t len = ith_st_numel(entry_of(g, "clean"));
+    int32_t *clean = ints(entry_of(g, "clean")), *noisy = ints(entry_of(g, "noisy")),
+            *labels = ints(entry_of(g, "labels"));
+    float *weights = ith_malloc(len * 4);
+    for (int64_t i = 0; i < len; i++)
+        weights[i] = 1;
+    mask_kind blocks = {(int64_t)number(g->json, "block_size"), false}, all = {0, true};
+    ith_batch_limits limits = {.max_tokens = len, .max_docs = 1, .max_doc_tokens = len};
+    static const struct {
+        const char *what, *logits, *loss, *grads;
+        bool blocks, keep_all, only_logits;
+    } kinds[] = {
+        {"blocks", "noisy_logits", "loss", "grads", true, true, false},
+        {"bidirectional", "full_logits", "loss_full_bidirectional", NULL, false, true, false},
+        {"block-causal", "block_causal_logits", NULL, NULL, false, true, true},
+        {"skipping", NULL, "loss", "grads", true, false, false}};
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
+        ith_noise_options no = {.blocks = kinds[k].blocks,
+                                .block_size = blocks.block,
+                                .mask_id = (int32_t)number(g->json, "mask_id"),
+                                .same_token = true,
+                                .keep_all = kinds[k].keep_all};
+        ith_noiser *noiser = NULL;
+        ith_micro_batch batch;
+        die_on(ith_noiser_create(&noiser, &no, &limits, &err));
+        ith_noiser_begin(noiser);
+        ith_noiser_add(noiser, clean, noisy, labels, weights, len, 0);
+        ith_noiser_end(noiser, &batch);
+        mask_kind mask = kinds[k].blocks || kinds[k].only_logits ? blocks : all;
+        const ith_st_entry *logits = kinds[k].logits ? entry_of(g, kinds[k].logits) : NULL;
+        if (kinds[k].only_logits) {
+            bench b;
+            open_bench(&b, g, o, &batch, mask, 0);
+            check_logits(&b, &batch, mask, logits, r, kinds[k].what);
+            close_bench(&b);
+        } else {
+            check_batch(g, o, &batch, mask, kinds[k].what, logits, number(g->json, kinds[k].loss),
+                        kinds[k].grads, r);
+        }
+        if (kinds[k].blocks)
+            check_adamw(g, o, &batch, mask, r);
+        ith_noiser_destroy(noiser);
+    }
+    ith_free(clean);
+    ith_free(noisy);
+    ith_free(labels);
+    ith_free(weights);
+}
+
 static void run_golden(golden *g, const options *o, results *r)
 {
+    const mask_kind causal = {0, false};
+    if (entry_of(g, "noisy")) {
+        run_diffusion(g, o, r);
+        return;
+    }
     const ith_st_entry *ids_entry = entry_of(g, "input_ids"), *packed = entry_of(g, "packed_ids");
     int32_t *ids = ints(ids_entry), *labels = ints(entry_of(g, "labels"));
     int32_t cu[2] = {0, (int32_t)ith_st_numel(ids_entry)};
     ith_micro_batch one = batch_of(ids, labels, cu, 1);
-    check_batch(g, o, &one, "one document", entry_of(g, "logits"), number(g->json, "loss"), "grads",
-                r);
-    check_adamw(g, o, &one, r);
+    check_batch(g, o, &one, causal, "one document", entry_of(g, "logits"), number(g->json, "loss"),
+                "grads", r);
+    check_adamw(g, o, &one, causal, r);
     check_greedy(g, o, r);
     free_batch(&one);
     ith_free(ids);
@@ -427,8 +517,8 @@ static void run_golden(golden *g, const options *o, results *r)
     ids = ints(packed);
     labels = ints(entry_of(g, "packed_labels"));
     ith_micro_batch many = batch_of(ids, labels, packed_cu, ith_st_numel(cu_entry) - 1);
-    check_batch(g, o, &many, "packed", entry_of(g, "packed_logits"), number(g->json, "packed_loss"),
-                "grads_packed", r);
+    check_batch(g, o, &many, causal, "packed", entry_of(g, "packed_logits"),
+                number(g->json, "packed_loss"), "grads_packed", r);
     free_batch(&many);
     ith_free(ids);
     ith_free(labels);
