@@ -26,7 +26,6 @@ typedef ith_tensor ith_t_; /* short, for the table only */
 
 struct ith_backend {
     const char *name; /* "ref", "cpu", "cuda" */
-    bool block_masks; /* attention knows the block masks of ith_seqs */
     ITH_OP(embedding_forward, ith_t_ y, ith_t_ ids, ith_t_ w);
     ITH_OP(embedding_backward, ith_t_ dw, ith_t_ dy, ith_t_ ids);
     ITH_OP(rmsnorm_forward, ith_t_ y, ith_t_ sum, ith_t_ rstd, ith_t_ x, ith_t_ residual, ith_t_ w,
@@ -79,6 +78,7 @@ struct ith_backend {
     ITH_OP(clip_scale, ith_t_ norm, ith_t_ scale, ith_t_ sumsq, float max_norm);
     ITH_OP(adamw, ith_t_ w, ith_t_ master, ith_t_ m, ith_t_ v, ith_t_ grad, ith_t_ scale,
            ith_adamw_hyper hyper, uint64_t seed, int64_t first, bool zero_grad);
+    bool block_masks; /* attention knows the block masks of ith_seqs */
 };
 
 /* Plain C, single-threaded, F32/BF16/F64: the meaning of every operator. */

@@ -442,7 +442,9 @@ ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int
     for (int64_t l = 0; l < c->num_hidden_layers; l++) {
         weights += d * (q + 2 * kv) + q * d;
         weights += c->layer_is_moe[l]
-                       ? 3 * d * (double)(c->moe_intermediate_size * c->num_experts_per_tok) +
+                       ? 3 * d *
+                                 (double)(c->moe_intermediate_size *
+                                          (c->num_experts_per_tok + c->num_shared_experts)) +
                              d * (double)c->num_experts
                        : 3 * d * (double)c->intermediate_size;
     }

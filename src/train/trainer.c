@@ -10,6 +10,7 @@
 #include "base/file.h"
 #include "checkpoint/train_state.h"
 #include "train/schedule.h"
+#include "train/diffusion.h"
 #include "train/trainer_internal.h"
 #include "train/verify.h"
 
@@ -114,6 +115,36 @@ static void tell_guessing(const run *r, double loss)
             loss, chance);
 }
 
+/* Micro-batch j of the current step as the model sees it: with its noise, of a diffusion model. */
+static ith_status fill_micro(run *r, const ith_batch_step *bs, int64_t j, ith_micro_batch *out,
+                             ith_error *err)
+{
+    ith_micro_batch clean;
+    ITH_TRY(ith_batcher_fill(r->t->batcher, j, r->t->noiser ? &clean : out, err));
+    if (r->t->noiser)
+        ith_noiser_apply(r->t->noiser, r->t->samples, &clean, bs->epoch, bs->num_micro, out);
+    return ITH_OK;
+}
+
+/* C of the step. Noise decides what is trained, so that a diffusion model's is counted first. */
+static ith_status weight_of_step(run *r, const ith_batch_step *bs, double *out, ith_error *err)
+{
+    *out = bs->weight_sum;
+    if (!r->t->noiser)
+        return ITH_OK;
+    double sum = 0;
+    for (int64_t j = 0; j < bs->num_micro; j++) {
+        ith_micro_batch b;
+        ITH_TRY(fill_micro(r, bs, j, &b, err));
+        sum += b.weight_sum;
+    }
+    if (sum <= 0)
+        ith_trainer_say(r->hooks, "step %lld: no token is masked, nothing to learn in it",
+                        (long long)r->at.step + 1);
+    *out = r->t->noise.per_micro_batch ? 1 : sum;
+    return ITH_OK;
+}
+
 /* One optimizer step out of the batcher. */
 static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
 {
@@ -122,16 +153,20 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
     ith_unlogged *u = &r->at.unlogged;
     double t0 = now_s(),
            lr = ith_schedule_rate(&c->lr_scheduler, c->learning_rate, r->at.step, t->total_steps);
-    ith_step_begin(t->step, bs->weight_sum);
+    double weight_sum = 0;
+    ITH_TRY(weight_of_step(r, bs, &weight_sum, err));
+    ith_step_begin(t->step, weight_sum);
     for (int64_t j = 0; j < bs->num_micro; j++) {
         ith_micro_batch b;
-        ITH_TRY(ith_batcher_fill(t->batcher, j, &b, err));
+        ITH_TRY(fill_micro(r, bs, j, &b, err));
         if (b.num_tokens == 0)
             continue;
         ITH_TRY(ith_step_micro(t->step, &b));
         u->tokens += b.num_tokens;
         u->labels += b.num_labels;
-        u->flops += ith_model_flops(t->model, b.cu_seqlens, b.num_docs, b.num_labels).total;
+        u->flops += t->noiser
+                        ? ith_diffusion_flops(t->model, &t->noise, &b)
+                        : ith_model_flops(t->model, b.cu_seqlens, b.num_docs, b.num_labels).total;
     }
     ith_adamw_hyper h = {(float)lr,           (float)c->optim.beta1,        (float)c->optim.beta2,
                          (float)c->optim.eps, (float)c->optim.weight_decay, r->at.updates + 1};
@@ -173,7 +208,7 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
 static ith_status evaluate(run *r, ith_error *err)
 {
     ith_trainer *t = r->t;
-    double loss = 0, weight = 0, t0 = now_s();
+    double loss = 0, weight = 0, noisy_weight = 0, t0 = now_s();
     int64_t tokens = 0, labels = 0;
     ith_batch_step bs;
     ITH_TRY(ith_batcher_load(t->eval_batcher, t->eval_start, err));
@@ -181,12 +216,19 @@ static ith_status evaluate(run *r, ith_error *err)
         for (int64_t j = 0; j < bs.num_micro; j++) {
             ith_micro_batch b;
             ITH_TRY(ith_batcher_fill(t->eval_batcher, j, &b, err));
+            if (t->noiser) { /* the same masks in every evaluation */
+                ith_micro_batch clean = b;
+                ith_noiser_apply(t->noiser, t->eval_samples, &clean, ITH_EVAL_EPOCH_NOISE, 1, &b);
+                noisy_weight += b.weight_sum;
+            }
             ITH_TRY(ith_step_eval(t->step, &b, &loss));
             tokens += b.num_tokens;
             labels += b.num_labels;
         }
         weight += bs.weight_sum;
     }
+    if (t->noiser)
+        weight = noisy_weight;
     double mean = weight > 0 ? loss / weight : (double)NAN;
     ith_report_row row = row_now(r, mean, 0, 0);
     row.is_eval = true;

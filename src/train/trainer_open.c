@@ -8,6 +8,7 @@
 #include "base/file.h"
 #include "checkpoint/model_dir.h"
 #include "checkpoint/train_state.h"
+#include "train/diffusion.h"
 #include "train/trainer_internal.h"
 
 void ith_trainer_say(const ith_trainer_hooks *hooks, const char *fmt, ...)
@@ -81,6 +82,7 @@ static ith_status open_model_files(ith_trainer *t, bool plan_only, ith_error *er
     if (!plan_only)
         ITH_TRY(check_weights(dir, err));
     ITH_TRY(ith_hf_config_load(&t->hf, dir, err));
+    ITH_TRY(ith_diffusion_check(t->config, &t->hf, err));
     ITH_TRY(ith_tokenizer_open(&t->tokenizer, dir, err));
     ITH_TRY(ith_chat_open(&t->chat, dir, t->config->custom_chat_template, t->tokenizer, err));
     if (ith_tokenizer_size(t->tokenizer) > t->hf.vocab_size)
@@ -145,17 +147,51 @@ static ith_status open_data(ith_trainer *t, ith_error *err)
     return ITH_OK;
 }
 
-static ith_step_config step_config(const ith_trainer *t)
+/* Largest batch of training and evaluation. */
+static ith_batch_limits clean_limits(const ith_trainer *t)
 {
-    const ith_config *c = t->config;
     ith_batch_limits a = ith_batcher_limits(t->batcher), e = {0};
     if (t->eval_batcher)
         e = ith_batcher_limits(t->eval_batcher);
+    return (ith_batch_limits){.max_tokens = ith_max_i64(a.max_tokens, e.max_tokens),
+                              .max_docs = ith_max_i64(a.max_docs, e.max_docs),
+                              .max_labels = ith_max_i64(a.max_labels, e.max_labels),
+                              .max_doc_tokens = ith_max_i64(a.max_doc_tokens, e.max_doc_tokens),
+                              .max_micro = ith_max_i64(a.max_micro, e.max_micro)};
+}
+
+static ith_status open_noise(ith_trainer *t, const ith_trainer_hooks *hooks, ith_error *err)
+{
+    if (!ith_is_diffusion(t->config, &t->hf))
+        return ITH_OK;
+    ITH_TRY(ith_diffusion_options(t->config, &t->hf, t->tokenizer, &t->noise, err));
+    ith_batch_limits limits = clean_limits(t);
+    ITH_TRY(ith_noiser_create(&t->noiser, &t->noise, &limits, err));
+    const ith_noise_options *o = &t->noise;
+    ith_trainer_say(hooks, "diffusion: %s, %g to %g of each answer masked by token %d; loss: %s",
+                    o->blocks ? "blocks" : "random masks over the whole sequence", o->low, o->high,
+                    (int)o->mask_id,
+                    o->per_micro_batch ? "mean of each micro-batch, then over micro-batches"
+                    : o->weight == ITH_WEIGHT_INVERSE
+                        ? "masked tokens by 1/share, mean over answer tokens of the step"
+                        : "mean over masked tokens of the step");
+    return ITH_OK;
+}
+
+static ith_step_config step_config(const ith_trainer *t)
+{
+    const ith_config *c = t->config;
+    ith_batch_limits limits = clean_limits(t);
+    if (t->noiser)
+        limits = ith_noiser_limits(t->noiser);
     ith_step_config s = {
-        .max_tokens = ith_max_i64(a.max_tokens, e.max_tokens),
-        .max_docs = ith_max_i64(a.max_docs, e.max_docs),
-        .max_labels = ith_max_i64(a.max_labels, e.max_labels),
-        .max_doc_tokens = ith_max_i64(a.max_doc_tokens, e.max_doc_tokens),
+        .max_tokens = limits.max_tokens,
+        .max_docs = limits.max_docs,
+        .max_labels = limits.max_labels,
+        .max_doc_tokens = limits.max_doc_tokens,
+        .block = t->noiser && t->noise.blocks ? t->noise.block_size : 0,
+        .noisy = t->noiser && t->noise.blocks,
+        .bidirectional = t->noiser && !t->noise.blocks,
         .chunk_rows = c->chunk_loss_size == ITH_CONFIG_UNSET ? 0 : c->chunk_loss_size,
         .training = true,
         .evaluates = t->eval_batcher != NULL,
@@ -203,6 +239,7 @@ ith_status ith_trainer_open(ith_trainer *t, const ith_config *config, bool plan_
         hooks, "data: %lld samples, %lld tokens, %lld steps per epoch, %lld steps in all",
         (long long)ith_samples_count(t->samples), (long long)ith_samples_num_tokens(t->samples),
         (long long)t->steps_per_epoch, (long long)t->total_steps);
+    ITH_TRY_OUT(open_noise(t, hooks, err));
     ITH_TRY_OUT(open_step(t, plan_only, err));
     return ITH_OK;
 out:
@@ -217,6 +254,7 @@ void ith_trainer_close(ith_trainer *t)
     ith_session_close(&t->session);
     ith_batcher_destroy(t->batcher);
     ith_batcher_destroy(t->eval_batcher);
+    ith_noiser_destroy(t->noiser);
     if (t->eval_samples != t->samples)
         ith_samples_close(t->eval_samples);
     ith_samples_close(t->samples);
