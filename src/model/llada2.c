@@ -10,9 +10,23 @@
  * reverse. 2. What backward makes again comes from the same operators on the same inputs. 3. The
  * selection bias is a buffer: read, used for the choice, never trained. 4. The embedding of
  * pad_token_id gets no gradient, as in the published code. */
+#include "model/llada2.h"
+
 #include "model/model.h"
 
 typedef ith_tensor T;
+
+/* The parent models give this id to another token: it counts with LLaDA2's vocabulary alone. */
+#define PUBLISHED_MASK_ID 156895
+#define PUBLISHED_VOCAB 157184
+
+int64_t ith_llada2_mask_id(const ith_hf_config *config, const ith_tokenizer *tokenizer)
+{
+    int64_t id = config->mask_token_id;
+    if (id < 0)
+        id = ith_tokenizer_find(tokenizer, "<|mask|>");
+    return id < 0 && config->vocab_size == PUBLISHED_VOCAB ? PUBLISHED_MASK_ID : id;
+}
 
 static int64_t q_width(const ith_hf_config *c)
 {

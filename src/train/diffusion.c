@@ -2,13 +2,9 @@
 #include "train/diffusion.h"
 
 #include "base/log.h"
+#include "model/llada2.h"
 
 #include <string.h>
-
-/* LLaDA2's mask token in files that do not name it. The parent models use this id for another
- * token, so it counts only with LLaDA2's vocabulary. */
-#define LLADA2_MASK_ID 156895
-#define LLADA2_VOCAB 157184
 
 bool ith_is_diffusion(const ith_config *config, const ith_hf_config *hf)
 {
@@ -34,11 +30,7 @@ static ith_status find_mask(const ith_config *config, const ith_hf_config *hf,
 {
     int64_t id = config->diffusion.mask_token_id;
     if (id == ITH_CONFIG_UNSET)
-        id = hf->mask_token_id;
-    if (id < 0)
-        id = ith_tokenizer_find(tokenizer, "<|mask|>");
-    if (id < 0 && hf->vocab_size == LLADA2_VOCAB)
-        id = LLADA2_MASK_ID;
+        id = ith_llada2_mask_id(hf, tokenizer);
     if (id < 0)
         return ith_config_fail(config, "diffusion_config.mask_token_id", err,
                                "neither config.json nor the tokenizer names a mask token (give its "

@@ -22,6 +22,7 @@
 #include "checkpoint/safetensors.h"
 #include "generate/decoder.h"
 #include "data/noise.h"
+#include "generate/block_decoder.h"
 #include "kernels/session.h"
 #include "train/chunk_loss.h"
 #include "train/step.h"
@@ -440,6 +441,130 @@ static void check_greedy(const golden *g, const options *o, results *r)
     ith_free(all);
 }
 
+/* Decoding runs of decode.json: tokens and numbers of forwards equal, confidences near. */
+typedef struct {
+    const json_t *trace;
+    double worst;
+    int64_t next; /* token within the step */
+    int64_t step;
+    bool wrong;
+} decode_trace;
+
+static void on_written(void *arg, int64_t i, int64_t position, int32_t id, double confidence,
+                       int64_t step)
+{
+    decode_trace *t = arg;
+    (void)i;
+    if (step != t->step)
+        t->next = 0;
+    t->step = step;
+    const json_t *accepted = json_object_get(json_array_get(t->trace, (size_t)step), "accepted");
+    bool found = false;
+    for (size_t k = 0; k < json_array_size(accepted); k++) {
+        const json_t *a = json_array_get(accepted, k);
+        if (json_integer_value(json_array_get(a, 0)) != position)
+            continue;
+        found = json_integer_value(json_array_get(a, 1)) == id;
+        t->worst = fmax(t->worst, fabs(json_number_value(json_array_get(a, 2)) - confidence));
+    }
+    t->wrong |= !found;
+}
+
+static int32_t *json_ints(const json_t *list, int64_t *count)
+{
+    *count = (int64_t)json_array_size(list);
+    int32_t *out = ith_malloc(*count * 4 + 4);
+    if (!out)
+        exit(1);
+    for (int64_t i = 0; i < *count; i++)
+        out[i] = (int32_t)json_integer_value(json_array_get(list, (size_t)i));
+    return out;
+}
+
+static void scale_head(ith_block_decoder *d, double scale)
+{
+    float *w = d->model->params[d->model->head].w.data; /* the CPU's, float32 */
+    for (int64_t i = 0; i < ith_numel(d->model->params[d->model->head].w); i++)
+        w[i] *= (float)scale;
+}
+
+/* batch > 1: the same prompt in every place must give the same answer in every place. */
+static void check_decode_run(const golden *g, const options *o, const json_t *run, int64_t batch,
+                             results *r)
+{
+    int64_t num_prompt = 0, num_row = 0, num_out = 0, max_new = (int64_t)number(run, "gen_length");
+    int32_t *prompt = json_ints(json_object_get(run, "prompt"), &num_prompt);
+    int32_t *row = json_ints(json_object_get(run, "sequence"), &num_row);
+    int32_t *generated = json_ints(json_object_get(run, "generated"), &num_out);
+    int32_t stop = (int32_t)number(run, "eos_id");
+    const json_t *threshold = json_object_get(run, "threshold");
+    const char *name = json_string_value(json_object_get(run, "name"));
+    double scale = number(run, "head_scale");
+    decode_trace trace = {.trace = json_object_get(run, "trace"), .step = -1};
+    ith_block_how how = {.block = (int64_t)number(run, "block_length"),
+                         .steps = (int64_t)number(run, "steps"),
+                         .minimal_topk = 1,
+                         .threshold = json_is_null(threshold) ? 2 : json_number_value(threshold),
+                         .max_new = max_new,
+                         .mask_id = (int32_t)number(run, "mask_id"),
+                         .stop_ids = &stop,
+                         .num_stop_ids = 1,
+                         .written = batch == 1 ? on_written : NULL,
+                         .arg = &trace};
+    ith_decoder_options opened = {.device = o->device,
+                                  .threads = o->threads,
+                                  .set_dtype = true,
+                                  .dtype = ITH_F32,
+                                  .batch = batch,
+                                  .capacity = ith_block_row_len(num_prompt, max_new, how.block),
+                                  .max_append = batch * num_prompt};
+    ith_block_decoder d;
+    ith_block_answer answers[3];
+    ith_ids prompts[3];
+    ith_buf path = {0};
+    ith_path_join(&path, g->dir, "hf");
+    die_on(ith_block_decoder_open(&d, path.data, &opened, how.block, &err));
+    scale_head(&d, scale);
+    for (int64_t i = 0; i < batch; i++)
+        prompts[i] = (ith_ids){.ids = prompt, .count = num_prompt};
+    die_on(ith_block_decoder_generate(&d, prompts, batch, &how, answers, &err));
+    for (int64_t i = 0; i < batch; i++) {
+        const ith_block_answer *a = &answers[i];
+        bool same = a->row.count == num_row && memcmp(a->row.ids, row, (size_t)num_row * 4) == 0 &&
+                    a->end - a->prompt == num_out &&
+                    memcmp(a->row.ids + a->prompt, generated, (size_t)num_out * 4) == 0;
+        record(r, same && !trace.wrong ? 0 : 1, 0, "decode %s tokens", name);
+        record(r, fabs((double)a->steps - number(run, "forwards")), 0, "decode %s steps", name);
+        record(r, fabs((double)(d.forwards + 1) - number(run, "forwards_with_cache")), 0,
+               "decode %s forwards but the last commit", name);
+        if (batch == 1)
+            record(r, trace.worst, scale > 1 ? 1e-5 : 1e-6, "decode %s confidence", name);
+        ith_ids_free(&answers[i].row);
+    }
+    ith_block_decoder_close(&d);
+    ith_buf_deinit(&path);
+    ith_free(prompt);
+    ith_free(row);
+    ith_free(generated);
+}
+
+static void check_decode(const golden *g, const options *o, results *r)
+{
+    ith_buf path = {0};
+    json_t *json = NULL;
+    ith_path_join(&path, g->dir, "decode.json");
+    bool can = ith_path_exists(path.data) && o->dtype == ITH_F32 && o->device == ITH_USE_CPU;
+    if (can) {
+        die_on(ith_json_load(&json, path.data, &err));
+        const json_t *runs = json_object_get(json, "runs");
+        for (size_t i = 0; i < json_array_size(runs); i++)
+            for (int64_t batch = 1; batch <= 3; batch += 2)
+                check_decode_run(g, o, json_array_get(runs, i), batch, r);
+        json_decref(json);
+    }
+    ith_buf_deinit(&path);
+}
+
 /* Diffusion: clean, noisy and labels [1,L] (labels at the masked positions themselves). */
 static void run_diffusion(golden *g, const options *o, results *r)
 {
@@ -497,6 +622,7 @@ static void run_golden(golden *g, const options *o, results *r)
     const mask_kind causal = {0, false};
     if (entry_of(g, "noisy")) {
         run_diffusion(g, o, r);
+        check_decode(g, o, r);
         return;
     }
     const ith_st_entry *ids_entry = entry_of(g, "input_ids"), *packed = entry_of(g, "packed_ids");
