@@ -95,6 +95,12 @@ ith_status ith_decoder_open(ith_decoder *d, const char *model_dir,
     ITH_ASSERT(options->batch > 0 && options->capacity > 0 &&
                options->max_append >= options->batch);
     ITH_TRY_OUT(ith_hf_config_load(&d->hf, model_dir, err));
+    if (d->hf.family == ITH_FAMILY_LLADA2) {
+        status = ith_fail(err, ITH_ERR_UNSUPPORTED,
+                          "%s: %s writes blocks, not token by token (use ithaca generate)",
+                          model_dir, d->hf.model_type);
+        goto out;
+    }
     ITH_TRY_OUT(ith_session_open(&d->session, options->device, 0, options->threads, false, err));
     ith_dtype dtype = options->set_dtype
                           ? options->dtype

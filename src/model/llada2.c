@@ -387,9 +387,15 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens;
     ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
-    *a = (ith_layer_acts){
-        .mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS), .x = m->stream, .x2 = m->stream};
-    if (training)
+    *a = (ith_layer_acts){.mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS),
+                          .host_mark = ith_plan_mark(ctx->plan, ITH_MEM_HOST),
+                          .x = m->stream,
+                          .x2 = m->stream};
+    if (training && keep == ITH_KEEP_HOST) {
+        a->x = m->offload;
+        ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "layer input", ith_tensor_bytes(a->x),
+                              &a->host_x, ctx->err));
+    } else if (training)
         ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
     if (keep <= ITH_KEEP_ATTENTION)
         ITH_TRY(push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, t));
@@ -411,7 +417,8 @@ static void forget_unsaved(ith_model *m, int64_t l, bool training)
     T none = ith_tensor_none();
     if (keep == ITH_KEEP_ALL)
         return;
-    ith_layer_acts kept = {.x = a->x, .mark = a->mark};
+    ith_layer_acts kept = {
+        .x = a->x, .mark = a->mark, .host_mark = a->host_mark, .host_x = a->host_x};
     kept.o = keep == ITH_KEEP_ATTENTION ? a->o : none;
     kept.lse = keep == ITH_KEEP_ATTENTION ? a->lse : none;
     *a = kept;
@@ -447,6 +454,18 @@ static ith_status after_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b
     return ith_expert_combine(ctx, m->delta, base, a->expert_out, a->topk_w, a->row_of);
 }
 
+/* x of a layer that keeps it on the host, there and back: in stream order, so the staging buffer
+ * serves all layers. */
+static ith_status move_x(ith_ctx *ctx, const ith_layer_acts *a, bool to_host)
+{
+    ith_device *d = ctx->device;
+    int64_t bytes = ith_tensor_bytes(a->x);
+    if (ith_ctx_counting(ctx))
+        return ITH_OK;
+    return to_host ? d->download(d, a->host_x, a->x.data, bytes, ctx->err)
+                   : d->upload(d, a->x.data, a->host_x, bytes, ctx->err);
+}
+
 static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                 bool training)
 {
@@ -459,6 +478,8 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
         ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->num_tokens));
     ITH_TRY(attend(m, ctx, b, l, &in));
     ITH_TRY(after_attention(m, ctx, b, l));
+    if (a->host_x)
+        ITH_TRY(move_x(ctx, a, true));
     m->residual = a->x2;
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     forget_unsaved(m, l, training);
@@ -466,12 +487,16 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
 }
 
 /* The pair at the first layer: embeddings and zero. */
-static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b)
+static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
 {
     int64_t t = b->num_tokens, d = m->config->hidden_size;
     ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
     ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
     m->residual = m->stream;
+    m->offload = ith_tensor_none();
+    for (int64_t l = 0; training && !m->offload.ndim && l < m->config->num_hidden_layers; l++)
+        if (m->keep[l] == ITH_KEEP_HOST)
+            ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "host staging", m->dtype, t, d, &m->offload));
     m->expert_fraction = m->expert_mean_prob = ith_tensor_none(); /* no balancing loss */
     ITH_TRY(ith_embedding_forward(ctx, m->stream, b->ids, m->params[m->embed].w));
     return ith_zero(ctx, m->delta);
@@ -480,7 +505,7 @@ static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b)
 static ith_status llada2_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training,
                                  T hidden)
 {
-    ITH_TRY(open_stream(m, ctx, b));
+    ITH_TRY(open_stream(m, ctx, b, training));
     for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
         ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
     return ith_add(ctx, hidden, m->residual, m->delta);
@@ -586,10 +611,13 @@ static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     attention_in in;
     bool have_in = false;
+    if (m->acts[l].host_x)
+        ITH_TRY(move_x(ctx, &m->acts[l], false));
     ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));
     ITH_TRY(mlp_backward(m, ctx, b, l, dx));
     ITH_TRY(attention_backward(m, ctx, b, l, &in, have_in, dx));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
     ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->acts[l].mark);
     return ITH_OK;
 }
@@ -658,7 +686,7 @@ static ith_status llada2_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
                                 T rows, bool prefill, T hidden)
 {
     ITH_ASSERT(prefill || b->num_tokens % cache->batch == 0);
-    ITH_TRY(open_stream(m, ctx, b));
+    ITH_TRY(open_stream(m, ctx, b, false));
     for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
         ITH_WRAP(layer_decode(m, ctx, b, l, cache, rows, prefill), ctx->err, "layer %lld",
                  (long long)l);

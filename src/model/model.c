@@ -199,8 +199,8 @@ static ith_status is_swapped(const ith_hf_piece *piece, bool down, const ith_st_
     return ITH_OK;
 }
 
-/* The expert's slice of STEM.PROJ [E, rows, cols]: all experts of one projection stacked, as dFactory
- * trains them. */
+/* The expert's slice of STEM.PROJ [E, rows, cols]: all experts of one projection stacked, as
+ * dFactory trains them. */
 static ith_status find_merged(const ith_hf_piece *piece, const ith_st_reader *reader, int stem,
                               long long expert, ith_piece_source *out, bool *found, ith_error *err)
 {
@@ -389,8 +389,8 @@ ith_status ith_model_load_buffers(ith_model *model, ith_ctx *ctx, const ith_st_r
     return ITH_OK;
 }
 
-ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
-                          ith_tensor flat, ith_tensor second)
+ith_status ith_model_load_pieces(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
+                                 ith_tensor flat, ith_tensor second)
 {
     char *staging = NULL;
     ITH_TRY(ith_alloc((void **)&staging, STAGING_ELEMENTS * 16, "staging", ctx->err));
@@ -399,10 +399,15 @@ ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *r
         status = ith_zero(ctx, second);
     for (int64_t i = 0; i < model->num_pieces && status == ITH_OK; i++)
         status = load_piece(model, ctx, &model->pieces[i], reader, flat, second, staging);
-    if (status == ITH_OK)
-        status = ith_model_load_buffers(model, ctx, reader);
     ith_free(staging);
     return status;
+}
+
+ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
+                          ith_tensor flat, ith_tensor second)
+{
+    ITH_TRY(ith_model_load_pieces(model, ctx, reader, flat, second));
+    return ith_model_load_buffers(model, ctx, reader);
 }
 
 ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t piece,

@@ -64,7 +64,7 @@ typedef struct {
     ith_tensor probs, topk_w, topk_idx, offsets, source, row_of,
         expert_out;            /* experts, see ops.h */
     ith_tensor shared_gate_up; /* [T,2Is] shared experts */
-    int64_t mark, host_mark; /* of ITH_MEM_ACTIVATIONS and ITH_MEM_HOST at the layer's entry */
+    int64_t mark, host_mark;   /* of ITH_MEM_ACTIVATIONS and ITH_MEM_HOST at the layer's entry */
     void *host_x; /* ITH_KEEP_HOST: x in host memory; the view x is the shared staging buffer */
 } ith_layer_acts;
 
@@ -183,7 +183,9 @@ typedef struct {
 } ith_piece_source;
 ith_status ith_model_find_source(const ith_hf_piece *piece, const ith_st_reader *reader,
                                  ith_piece_source *out, ith_error *err);
-/* The buffers alone: what a checkpoint does not hold. ith_model_load includes it. */
+/* Its two parts: what is trained, and the buffers, which a training checkpoint does not hold. */
+ith_status ith_model_load_pieces(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
+                                 ith_tensor flat, ith_tensor second);
 ith_status ith_model_load_buffers(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader);
 /* Contents of piece i of a flat buffer, elements [first, first + n) of the piece, in the buffer's
  * type, to host memory. */

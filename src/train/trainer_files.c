@@ -157,7 +157,7 @@ static ith_status load_group(ith_trainer *t, const char *path, const char *group
 {
     ith_st_reader *reader = NULL;
     ITH_TRY(ith_train_state_open_group(&reader, path, group, err));
-    ith_status status = ith_model_load(t->model, &t->session.ctx, reader, flat, second);
+    ith_status status = ith_model_load_pieces(t->model, &t->session.ctx, reader, flat, second);
     ith_st_close(reader);
     return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s: %s", path, group);
 }
