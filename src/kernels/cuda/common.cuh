@@ -90,6 +90,37 @@ template <typename T, int N> __device__ __forceinline__ void round_all(float (&v
         v[i] = to_f32(x.v[i]);
 }
 
+/* Copies from memory to shared memory behind the thread's back, in groups: copies_end closes one.
+ * A thread sees what it copied itself once the group is waited for. Odd sizes are copied at once.
+ */
+template <typename V> __device__ __forceinline__ void copy_ahead(V *to, const void *from)
+{
+    constexpr int BYTES = (int)sizeof(V);
+    uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+    else if constexpr (BYTES == 8 || BYTES == 4)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(BYTES)
+                     : "memory");
+    else
+        *to = *(const V *)from;
+}
+
+__device__ __forceinline__ void copies_end()
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+__device__ __forceinline__ void copies_wait_but_last()
+{
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
+
+__device__ __forceinline__ void copies_wait()
+{
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+
 /* Butterfly sum over groups of `width` lanes (a power of two): every lane gets the same bits. */
 template <typename S> __device__ __forceinline__ S group_sum(S x, int width)
 {

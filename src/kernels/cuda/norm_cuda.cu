@@ -1,12 +1,13 @@
 /* norm_cuda.cu - RMSNorm with residual, forward and backward.
  *
  * One team of TEAM threads owns a row and keeps it in registers (ITEMS pieces of N elements each),
- * so each element is read once. Forward moves 2 to 4 rows of 2D bytes per token, backward 3 to 4.
- * dw: a team sums the rows it owns in registers; the column sums of all blocks are then added in
- * order of the block, so the bits do not vary. The most blocks are a constant. */
+ * so each element is read once; backward copies the next row to shared memory meanwhile, for more
+ * reads in flight than registers hold. Forward moves 2 to 4 rows of 2D bytes per token, backward 3
+ * to 4. dw: a team sums the rows it owns in registers; the column sums of all blocks are then added
+ * in order of the block, so the bits do not vary. The most blocks are a constant. */
 #include "kernels/cuda/common.cuh"
 
-enum { BLOCKS = ITH_CUDA_SMS * 3 };
+enum { BLOCKS = ITH_CUDA_SMS * 4 };
 
 struct norm_args {
     int64_t rows, width;
@@ -81,39 +82,68 @@ struct norm_back_args {
     float w_offset;
 };
 
-/* Rows stay in registers as they were read; a team's columns of dw, too. */
+/* What a thread needs of a row: its pieces of x, dy and dres. */
+enum { X, DY, DRES, OPERANDS };
+
+/* Starts the copies of a row to the thread's own places in `to`, [OPERANDS][ITEMS][threads]. */
 template <typename T, int N, int ITEMS, int TEAM>
-__global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM, TEAM == 512 ? 1 : 3)
-    backward(norm_back_args a, T *dx, float *__restrict__ partial, const T *dy, const T *dres,
-             const T *__restrict__ x, const float *__restrict__ rstd, const T *__restrict__ w)
+__device__ __forceinline__ void fetch(vec<T, N> *to, const norm_back_args &a, int64_t row,
+                                      const T *x, const T *dy, const T *dres)
 {
-    int per_block = (int)blockDim.x / TEAM, lane = (int)threadIdx.x % TEAM;
-    int64_t team = (int64_t)blockIdx.x * per_block + threadIdx.x / TEAM;
-    int64_t teams = (int64_t)gridDim.x * per_block;
-    float dw[ITEMS][N] = {};
-    for (int64_t row = team; row < a.rows; row += teams) {
-        vec<T, N> xs[ITEMS], gs[ITEMS], through[ITEMS];
-        float dot = 0, r = rstd[row];
+    int lane = (int)threadIdx.x % TEAM;
+    if (row < a.rows)
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             int64_t d = (int64_t)(i * TEAM + lane) * N;
-            if (d < a.width) {
-                xs[i] = *reinterpret_cast<const vec<T, N> *>(x + row * a.x + d);
-                gs[i] = *reinterpret_cast<const vec<T, N> *>(dy + row * a.dy + d);
-                if (dres)
-                    through[i] = *reinterpret_cast<const vec<T, N> *>(dres + row * a.dres + d);
-            }
+            vec<T, N> *own = to + i * blockDim.x + threadIdx.x;
+            if (d >= a.width)
+                break;
+            copy_ahead(own + X * ITEMS * blockDim.x, x + row * a.x + d);
+            copy_ahead(own + DY * ITEMS * blockDim.x, dy + row * a.dy + d);
+            if (dres)
+                copy_ahead(own + DRES * ITEMS * blockDim.x, dres + row * a.dres + d);
         }
+    copies_end();
+}
+
+/* Bytes of two rows' operands, one being worked on while the other comes. */
+template <typename T, int N, int ITEMS, int TEAM> static size_t backward_shared()
+{
+    return 2 * (size_t)OPERANDS * ITEMS * (TEAM == 32 ? 128 : TEAM) * sizeof(vec<T, N>);
+}
+
+/* A team's columns of dw stay in registers. */
+template <typename T, int N, int ITEMS, int TEAM>
+__global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM, TEAM == 512 ? 1 : 4)
+    backward(norm_back_args a, T *dx, float *__restrict__ partial, const T *dy, const T *dres,
+             const T *__restrict__ x, const float *__restrict__ rstd, const T *__restrict__ w)
+{
+    extern __shared__ __align__(32) char shared[];
+    vec<T, N> *buffers = reinterpret_cast<vec<T, N> *>(shared);
+    int per_block = (int)blockDim.x / TEAM, lane = (int)threadIdx.x % TEAM;
+    int places = OPERANDS * ITEMS * (int)blockDim.x, side = 0;
+    int64_t team = (int64_t)blockIdx.x * per_block + threadIdx.x / TEAM;
+    int64_t teams = (int64_t)gridDim.x * per_block;
+    float dw[ITEMS][N] = {}, r_next = team < a.rows ? rstd[team] : 0.0f;
+    fetch<T, N, ITEMS, TEAM>(buffers, a, team, x, dy, dres);
+    for (int64_t row = team; row < a.rows; row += teams, side ^= 1) {
+        const vec<T, N> *own = buffers + side * places + threadIdx.x;
+        float dot = 0, r = r_next;
+        fetch<T, N, ITEMS, TEAM>(buffers + (1 - side) * places, a, row + teams, x, dy, dres);
+        r_next = row + teams < a.rows ? rstd[row + teams] : 0.0f;
+        copies_wait_but_last();
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             int64_t d = (int64_t)(i * TEAM + lane) * N;
             if (d >= a.width)
                 continue;
+            vec<T, N> xs = own[(X * ITEMS + i) * blockDim.x],
+                      gs = own[(DY * ITEMS + i) * blockDim.x];
             float f[N];
             load_f32<T, N>(f, w + d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                float xh = to_f32(xs[i].v[j]) * r, g = to_f32(gs[i].v[j]);
+                float xh = to_f32(xs.v[j]) * r, g = to_f32(gs.v[j]);
                 dw[i][j] += g * xh;
                 dot += g * (a.w_offset + f[j]) * xh;
             }
@@ -124,12 +154,15 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM, TEAM == 512 ? 1 : 3)
             int64_t d = (int64_t)(i * TEAM + lane) * N;
             if (d >= a.width)
                 continue;
+            vec<T, N> xs = own[(X * ITEMS + i) * blockDim.x],
+                      gs = own[(DY * ITEMS + i) * blockDim.x];
+            vec<T, N> through = dres ? own[(DRES * ITEMS + i) * blockDim.x] : vec<T, N>{};
             float f[N];
             load_f32<T, N>(f, w + d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                float xh = to_f32(xs[i].v[j]) * r, h = to_f32(gs[i].v[j]) * (a.w_offset + f[j]);
-                f[j] = r * (h - xh * mean) + (dres ? to_f32(through[i].v[j]) : 0.0f);
+                float xh = to_f32(xs.v[j]) * r, h = to_f32(gs.v[j]) * (a.w_offset + f[j]);
+                f[j] = r * (h - xh * mean) + to_f32(through.v[j]);
             }
             store_f32<T, N>(dx + row * a.dx + d, f);
         }
@@ -137,7 +170,9 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM, TEAM == 512 ? 1 : 3)
     if (!partial)
         return;
     if constexpr (TEAM == 32) { /* the block's warps, joined in order */
-        __shared__ __align__(32) float joined[4 * 32 * ITEMS * N];
+        float *joined = reinterpret_cast<float *>(shared);
+        copies_wait();
+        __syncthreads();
         float *own = joined + threadIdx.x / 32 * (32 * ITEMS * N);
 #pragma unroll
         for (int i = 0; i < ITEMS; i++)
@@ -157,31 +192,36 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM, TEAM == 512 ? 1 : 3)
     }
 }
 
-/* dw[d] += sum over teams of partial[team][d]: 32 columns by 32 lanes, lanes joined in order. */
-__global__ void add_columns(float *__restrict__ dw, const float *__restrict__ partial,
-                            int64_t teams, int64_t width)
+struct column_sums {
+    ith_columns sum[2];
+};
+
+/* 32 columns by 32 lanes, lanes joined in order; blockIdx.y: which sum. */
+__global__ void add_columns(const __grid_constant__ column_sums sums, int64_t width)
 {
     __shared__ float part[32][33];
-    int64_t d = (int64_t)blockIdx.x * 32 + threadIdx.x;
+    const ith_columns &s = sums.sum[blockIdx.y];
+    int64_t d = (int64_t)blockIdx.x * 32 + threadIdx.x, teams = s.teams;
+    const float *partial = s.partial + d;
     float sum = 0;
     if (d < width)
-#pragma unroll 8
+#pragma unroll 16
         for (int64_t t = threadIdx.y; t < teams; t += 32)
-            sum += partial[t * width + d];
+            sum += partial[t * width];
     part[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y == 0 && d < width) {
         for (int i = 1; i < 32; i++)
             sum += part[i][threadIdx.x];
-        dw[d] += sum;
+        s.dw[d] += sum;
     }
 }
 
-void ith_cuda_add_columns(cudaStream_t stream, float *dw, const float *partial, int64_t teams,
-                          int64_t width)
+void ith_cuda_add_columns(cudaStream_t stream, const ith_columns *sums, int count, int64_t width)
 {
-    add_columns<<<(unsigned)ith_div_ceil(width, 32), dim3(32, 32), 0, stream>>>(dw, partial, teams,
-                                                                                width);
+    column_sums all = {{sums[0], sums[count - 1]}};
+    add_columns<<<dim3((unsigned)ith_div_ceil(width, 32), (unsigned)count), dim3(32, 32), 0,
+                  stream>>>(all, width);
 }
 
 /* Calls F<T, N, ITEMS, TEAM>: the smallest team whose registers hold a row. */
@@ -257,15 +297,23 @@ static ith_status rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, i
         int64_t per_block = TEAM == 32 ? 4 : 1;                                                    \
         int64_t blocks = ith_min_i64(ith_div_ceil(a.rows, per_block), BLOCKS);                     \
         teams = blocks;                                                                            \
+        size_t shared = backward_shared<T, N, ITEMS, TEAM>();                                      \
+        ITH_CUDA_TRY(ctx,                                                                          \
+                     cudaFuncSetAttribute(backward<T, N, ITEMS, TEAM>,                             \
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,             \
+                                          (int)shared),                                            \
+                     x);                                                                           \
         backward<T, N, ITEMS, TEAM>                                                                \
-            <<<(unsigned)blocks, TEAM == 32 ? 128 : TEAM, 0, ith_cuda_stream(ctx)>>>(              \
+            <<<(unsigned)blocks, TEAM == 32 ? 128 : TEAM, shared, ith_cuda_stream(ctx)>>>(         \
                 a, (T *)dx.data, partial, (const T *)dy.data, (const T *)dres.data,                \
                 (const T *)x.data, (const float *)rstd.data, (const T *)w.data);                   \
     } while (0)
     ITH_BY_TYPE(x.dtype, BY_WIDTH(a.width, wide, LAUNCH));
 #undef LAUNCH
-    if (partial)
-        ith_cuda_add_columns(ith_cuda_stream(ctx), (float *)dw.data, partial, teams, a.width);
+    if (partial) {
+        ith_columns sum = {(float *)dw.data, partial, teams};
+        ith_cuda_add_columns(ith_cuda_stream(ctx), &sum, 1, a.width);
+    }
     return ITH_CUDA_LAUNCHED(ctx, x);
 }
 

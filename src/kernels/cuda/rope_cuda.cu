@@ -1,402 +1,505 @@
-/* rope_cuda.cu - per-head RMSNorm and RoPE of q and k, forward and backward.
+/* rope_cuda.cu - per-head RMSNorm and RoPE of q and k, forward and backward, one launch each.
  *
- * A group of lanes (a power of two, up to a warp) owns one head vector, in pieces of N elements;
- * the partner of element i, i + half, is exchanged through shared memory, so in-place calls are
- * safe: a group has read its vectors before it writes. Where vectors are short a group takes
- * several heads of one token, for more reads in flight. Backward sums the norm's weight gradient as
- * rmsnorm does: in registers, over the block's groups, over blocks, in order. */
+ * A lane holds pieces of N elements in pairs, (i, i + half), so a rotation stays in its registers
+ * and in-place calls are safe. A group of lanes (a power of two, up to a warp) owns a head vector;
+ * a warp takes STEPS rounds of heads of one token and reads the token's angles once. Elements past
+ * the rotated ones pair up, too. The first blocks work on q, the others on k.
+ * Backward: each lane copies what it needs next to its own place in shared memory while it works
+ * on what came before. The norm's weight gradient is summed as rmsnorm does: in registers, over the
+ * block's groups, over blocks, in order. */
 #include "kernels/cuda/common.cuh"
 
-enum { THREADS = 128, MAX_DIM = 512, BLOCKS = ITH_CUDA_SMS * 3 };
+enum { THREADS = 128, MAX_DIM = 512, BLOCKS = ITH_CUDA_SMS * 5 };
+
+/* q or k; strides in elements. */
+struct part {
+    const void *x, *in, *w; /* in: the gradient of the output */
+    void *out;
+    float *rstd;
+    int64_t out_row, out_head, in_row, in_head, x_row, x_head;
+    uint32_t heads, chunks; /* chunks: how many warps' shares a token is */
+    uint32_t first_block, blocks;
+};
 
 struct rope_args {
-    int64_t tokens, heads, dim, half;
-    int64_t out_row, out_head, in_row, in_head, x_row, x_head; /* element strides */
-    int64_t cos_row, sin_row, axis_stride;                     /* axis_stride 0: one position */
-    int group;                                                 /* lanes per head vector */
+    part parts[2];
+    const void *cos, *sin;
+    const int32_t *ids;
+    float *partial;                        /* [blocks, dim] or NULL */
+    int64_t cos_row, sin_row, axis_stride; /* axis_stride 0: one position */
+    uint32_t tokens;
+    int dim, half, rest; /* rest: elements of the lower half of what is not rotated */
+    int group;           /* lanes per head vector */
     float eps, w_offset;
 };
 
-/* cos and sin of the pairs that elements d .. d+N-1 belong to, at token t; 1 and 0 past the rotated
- * ones. With three axes each frequency has its own row; otherwise it is p0. */
-template <typename T, int N>
-__device__ __forceinline__ void angles(const rope_args &a, float (&c)[N], float (&s)[N], int64_t t,
-                                       int32_t p0, int d, const T *cos, const T *sin,
-                                       const int32_t *ids)
+/* Places of a lane's pair j of pieces. */
+struct pair {
+    int lo, hi;
+    bool live, both, rotated;
+};
+
+template <int N> __device__ __forceinline__ pair pair_at(const rope_args &a, int j)
 {
-    int half = (int)a.half, i = d < half ? d : d - half;
-    if (d >= 2 * half) {
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            c[j] = 1;
-            s[j] = 0;
-        }
-    } else if (a.axis_stride == 0) {
-        load_f32<T, N>(c, cos + p0 * a.cos_row + i);
-        load_f32<T, N>(s, sin + p0 * a.sin_row + i);
-    } else {
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            int64_t p = ids[(i + j) % 3 * a.axis_stride + t];
-            c[j] = to_f32(cos[p * a.cos_row + i + j]);
-            s[j] = to_f32(sin[p * a.sin_row + i + j]);
-        }
+    pair p;
+    p.lo = j * N;
+    p.rotated = p.lo < a.half;
+    p.hi = p.lo + a.half;
+    p.live = p.both = true;
+    if (!p.rotated) {
+        p.lo += a.half; /* = 2 half + what lies past the rotated pairs */
+        p.hi = p.lo + a.rest;
+        p.live = p.lo < 2 * a.half + a.rest;
+        p.both = p.live && p.hi < a.dim;
     }
+    return p;
 }
 
-/* v: elements d .. d+N-1 of the vector u in shared memory, rotated (BACK: rotated back). */
-template <int N, bool BACK>
-__device__ __forceinline__ void rotate(const rope_args &a, float (&v)[N], const float *u, int d,
-                                       const float (&c)[N], const float (&s)[N])
-{
-    int half = (int)a.half;
-    load_any<float, N>(v, u + d);
-    if (d >= 2 * half)
-        return;
-    bool low = d < half;
-    float sign = (low != BACK) ? -1.0f : 1.0f, other[N];
-    load_any<float, N>(other, u + (low ? d + half : d - half));
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        v[j] = v[j] * c[j] + sign * other[j] * s[j];
-}
+template <typename T, int N> struct turn {
+    vec<T, N> c, s;
+};
 
 template <typename T, int N> __device__ __forceinline__ vec<T, N> read(const T *from)
 {
     return *reinterpret_cast<const vec<T, N> *>(from);
 }
 
-/* A group's share: `HEADS` heads of one token, so that angles are read once. */
+/* cos and sin of a pair at token t. With three axes each frequency has its own row; otherwise it is
+ * p0. */
+template <typename T, int N>
+__device__ __forceinline__ void read_turn(turn<T, N> &at, const rope_args &a, const pair &p,
+                                          uint32_t t, int32_t p0)
+{
+    const T *cos = (const T *)a.cos, *sin = (const T *)a.sin;
+    if (!p.rotated)
+        return;
+    if (a.axis_stride == 0) {
+        at.c = read<T, N>(cos + p0 * a.cos_row + p.lo);
+        at.s = read<T, N>(sin + p0 * a.sin_row + p.lo);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        int64_t row = a.ids[(p.lo + j) % 3 * a.axis_stride + t];
+        at.c.v[j] = cos[row * a.cos_row + p.lo + j];
+        at.s.v[j] = sin[row * a.sin_row + p.lo + j];
+    }
+}
+
+/* (lo, hi) turned by the angle, or back. */
+template <typename T, int N, bool BACK>
+__device__ __forceinline__ void rotate(float (&lo)[N], float (&hi)[N], const turn<T, N> &at)
+{
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        float c = to_f32(at.c.v[j]), s = BACK ? -to_f32(at.s.v[j]) : to_f32(at.s.v[j]);
+        float l = lo[j], h = hi[j];
+        lo[j] = l * c - h * s;
+        hi[j] = h * c + l * s;
+    }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void unpack(float (&to)[N], const vec<T, N> &from)
+{
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        to[j] = to_f32(from.v[j]);
+}
+
+/* v = norm of v, rounded to T: v r, rounded, times w when w_offset is 0, else v r (w_offset + w).
+ */
+template <typename T, int N>
+__device__ __forceinline__ void normalize(float (&v)[N], float r, const vec<T, N> &w,
+                                          float w_offset)
+{
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        v[j] *= w_offset == 0 ? r : r * (w_offset + to_f32(w.v[j]));
+    vec<T, N> n = pack<T, N>(v);
+    if (w_offset == 0) {
+        if constexpr (sizeof(T) == 2 && N % 2 == 0) { /* rounds once, as the f32 product does */
+#pragma unroll
+            for (int j = 0; j < N; j += 2) {
+                __nv_bfloat162 *two = reinterpret_cast<__nv_bfloat162 *>(&n.v[j]);
+                *two = __hmul2_rn(*two, *reinterpret_cast<const __nv_bfloat162 *>(&w.v[j]));
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                n.v[j] = from_f32<T>(to_f32(n.v[j]) * to_f32(w.v[j]));
+        }
+    }
+    unpack<T, N>(v, n);
+}
+
+/* A warp's share of a part: heads of token t from `head` (this lane's group's first one), every
+ * `stride` of them. */
 struct share {
-    int64_t t;
-    int head; /* first one */
+    uint32_t t, head;
     bool live;
 };
 
-template <int HEADS> __device__ __forceinline__ share share_at(const rope_args &a, uint32_t at)
+template <int STEPS>
+__device__ __forceinline__ share share_at(const rope_args &a, const part &p, uint32_t at)
 {
-    uint32_t per_token = ((uint32_t)a.heads + HEADS - 1) / HEADS;
+    uint32_t t = at / p.chunks, per_step = 32 / (uint32_t)a.group;
     share s;
-    s.live = at < (uint32_t)a.tokens * per_token;
-    uint32_t n = s.live ? at : 0, t = n / per_token;
-    s.t = t;
-    s.head = (int)(n - t * per_token) * HEADS;
+    s.live = t < a.tokens;
+    s.t = s.live ? t : 0;
+    s.head = (at - t * p.chunks) * STEPS * per_step + threadIdx.x % 32 / (uint32_t)a.group;
     return s;
 }
 
-template <typename T, int N, int ITEMS, int HEADS>
-__global__ void __launch_bounds__(THREADS, ITEMS == 1 ? 8 : 4)
-    rope_forward(rope_args a, T *out, float *__restrict__ rstd, const T *x, const T *__restrict__ w,
-                 const T *__restrict__ cos, const T *__restrict__ sin,
-                 const int32_t *__restrict__ ids)
+__device__ __forceinline__ const part &part_of(const rope_args &a)
 {
-    extern __shared__ __align__(32) float shared[];
-    int lane = (int)threadIdx.x % a.group, groups = THREADS / a.group, heads = (int)a.heads;
-    float *u = shared + (threadIdx.x / a.group) * a.dim * HEADS;
-    share at = share_at<HEADS>(a, blockIdx.x * groups + threadIdx.x / a.group);
-    vec<T, N> raw[HEADS][ITEMS];
-    float c[ITEMS][N], s[ITEMS][N];
-    int32_t p0 = ids[at.t];
+    return a.parts[blockIdx.x >= a.parts[1].first_block];
+}
+
+template <typename T, int N, int ITEMS, int STEPS>
+__global__ void __launch_bounds__(THREADS) rope_forward(const __grid_constant__ rope_args a)
+{
+    const part &p = part_of(a);
+    int lane = (int)threadIdx.x % a.group;
+    uint32_t stride = 32 / (uint32_t)a.group, warp = threadIdx.x / 32;
+    share at = share_at<STEPS>(a, p, (blockIdx.x - p.first_block) * (THREADS / 32) + warp);
+    if (!at.live)
+        return; /* a whole warp */
+    const T *x = (const T *)p.x + at.t * p.x_row, *w = (const T *)p.w;
+    int32_t p0 = a.ids[at.t];
+    vec<T, N> lo[STEPS][ITEMS] = {}, hi[STEPS][ITEMS] = {}, w_lo[ITEMS], w_hi[ITEMS];
+    turn<T, N> turns[ITEMS];
+    float squares[STEPS] = {};
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) { /* all reads first */
-        int d = (i * a.group + lane) * N;
-        if (d >= a.dim)
-            continue;
+        pair d = pair_at<N>(a, i * a.group + lane);
 #pragma unroll
-        for (int h = 0; h < HEADS; h++)
-            if (at.head + h < heads)
-                raw[h][i] = read<T, N>(x + at.t * a.x_row + (at.head + h) * a.x_head + d);
-        angles<T, N>(a, c[i], s[i], at.t, p0, d, cos, sin, ids);
+        for (int h = 0; h < STEPS; h++) {
+            const T *from = x + (at.head + h * stride) * p.x_head;
+            bool live = at.head + h * stride < p.heads;
+            if (live && d.live)
+                lo[h][i] = read<T, N>(from + d.lo);
+            if (live && d.both)
+                hi[h][i] = read<T, N>(from + d.hi);
+        }
+        if (w && d.live)
+            w_lo[i] = read<T, N>(w + d.lo);
+        if (w && d.both)
+            w_hi[i] = read<T, N>(w + d.hi);
     }
 #pragma unroll
-    for (int h = 0; h < HEADS; h++) {
-        float v[ITEMS][N], squares = 0, r = 1;
-        bool live = at.head + h < heads;
+    for (int i = 0; i < ITEMS; i++)
+        read_turn<T, N>(turns[i], a, pair_at<N>(a, i * a.group + lane), at.t, p0);
+#pragma unroll
+    for (int h = 0; h < STEPS; h++)
 #pragma unroll
         for (int i = 0; i < ITEMS; i++)
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                v[i][j] = live && (i * a.group + lane) * N < a.dim ? to_f32(raw[h][i].v[j]) : 0.0f;
-                squares += v[i][j] * v[i][j];
+                float l = to_f32(lo[h][i].v[j]), u = to_f32(hi[h][i].v[j]);
+                squares[h] += l * l + u * u;
             }
-        if (w) {
-            r = 1.0f / sqrtf(group_sum(squares, a.group) / (float)a.dim + a.eps);
-            if (at.live && lane == 0 && live)
-                rstd[at.t * heads + at.head + h] = r;
-        }
+    for (int o = a.group / 2; w && o > 0; o >>= 1)
+#pragma unroll
+        for (int h = 0; h < STEPS; h++)
+            squares[h] += __shfl_xor_sync(0xffffffffu, squares[h], o);
+#pragma unroll
+    for (int h = 0; h < STEPS; h++) {
+        uint32_t head = at.head + h * stride;
+        if (head >= p.heads)
+            continue;
+        float r = w ? 1.0f / sqrtf(squares[h] / (float)a.dim + a.eps) : 1.0f;
+        if (w && lane == 0)
+            p.rstd[at.t * (int64_t)p.heads + head] = r;
+        T *to = (T *)p.out + at.t * p.out_row + head * p.out_head;
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
-            int d = (i * a.group + lane) * N;
-            if (d >= a.dim)
-                continue;
+            pair d = pair_at<N>(a, i * a.group + lane);
+            float l[N], u[N];
+            unpack<T, N>(l, lo[h][i]);
+            unpack<T, N>(u, hi[h][i]);
             if (w) {
-                float f[N];
-                load_f32<T, N>(f, w + d);
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    v[i][j] *= r;
-                if (a.w_offset == 0)
-                    round_all<T, N>(v[i]);
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    v[i][j] *= a.w_offset + f[j];
-                round_all<T, N>(v[i]);
+                normalize<T, N>(l, r, w_lo[i], a.w_offset);
+                normalize<T, N>(u, r, w_hi[i], a.w_offset);
             }
-            store_f32<float, N>(u + h * a.dim + d, v[i]);
+            if (d.rotated)
+                rotate<T, N, false>(l, u, turns[i]);
+            if (d.live)
+                store_f32<T, N>(to + d.lo, l);
+            if (d.both)
+                store_f32<T, N>(to + d.hi, u);
         }
     }
-    __syncwarp();
+}
+
+/* ---- backward ---- */
+
+/* A lane's places in shared memory: gradient and input of its pairs, low and high. */
+enum { G_LO, G_HI, X_LO, X_HI, OPERANDS };
+
+template <typename T, int N>
+__device__ __forceinline__ vec<T, N> *place(vec<T, N> *base, int pair_idx, int operand)
+{
+    return base + (pair_idx * OPERANDS + operand) * THREADS + threadIdx.x;
+}
+
+/* What is read a round ahead into registers. */
+template <typename T, int N, int ITEMS, int STEPS> struct ahead {
+    turn<T, N> turns[ITEMS];
+    float r[STEPS];
+};
+
+template <typename T, int N, int ITEMS, int STEPS>
+__device__ __forceinline__ void fetch(vec<T, N> *to, ahead<T, N, ITEMS, STEPS> &next,
+                                      const rope_args &a, const part &p, const share &at,
+                                      int32_t p0)
+{
+    int lane = (int)threadIdx.x % a.group;
+    uint32_t stride = 32 / (uint32_t)a.group;
+    const T *in = (const T *)p.in + at.t * p.in_row, *x = (const T *)p.x + at.t * p.x_row;
+    if (!at.live)
+        return;
 #pragma unroll
-    for (int h = 0; h < HEADS; h++)
+    for (int i = 0; i < ITEMS; i++) {
+        pair d = pair_at<N>(a, i * a.group + lane);
 #pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            int d = (i * a.group + lane) * N;
-            if (d < a.dim && at.live && at.head + h < heads) {
-                float v[N];
-                rotate<N, false>(a, v, u + h * a.dim, d, c[i], s[i]);
-                store_f32<T, N>(out + at.t * a.out_row + (at.head + h) * a.out_head + d, v);
-            }
+        for (int h = 0; h < STEPS; h++) {
+            uint32_t head = at.head + h * stride;
+            const T *g_from = in + head * p.in_head, *x_from = x + head * p.x_head;
+            bool lo = d.live && head < p.heads, hi = d.both && head < p.heads;
+            if (lo)
+                copy_ahead(place<T, N>(to, h * ITEMS + i, G_LO), g_from + d.lo);
+            if (hi)
+                copy_ahead(place<T, N>(to, h * ITEMS + i, G_HI), g_from + d.hi);
+            if (lo && p.w)
+                copy_ahead(place<T, N>(to, h * ITEMS + i, X_LO), x_from + d.lo);
+            if (hi && p.w)
+                copy_ahead(place<T, N>(to, h * ITEMS + i, X_HI), x_from + d.hi);
         }
+        read_turn<T, N>(next.turns[i], a, d, at.t, p0);
+    }
+#pragma unroll
+    for (int h = 0; h < STEPS; h++)
+        if (p.w && at.head + h * stride < p.heads)
+            next.r[h] = p.rstd[at.t * (int64_t)p.heads + at.head + h * stride];
 }
 
 /* partial[block][d]: the sums of the block's groups, joined in order. */
 template <int N, int ITEMS>
-__device__ __forceinline__ void join_groups(const rope_args &a, float *partial, float *shared,
-                                            const float (&dw)[ITEMS][N])
+__device__ __forceinline__ void join_groups(const rope_args &a, float *shared,
+                                            const float (&lo)[ITEMS][N],
+                                            const float (&hi)[ITEMS][N])
 {
     int lane = (int)threadIdx.x % a.group, groups = THREADS / a.group;
+    float *own = shared + threadIdx.x / a.group * a.dim;
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        int d = (i * a.group + lane) * N;
-        if (d < a.dim)
-            store_f32<float, N>(shared + threadIdx.x / a.group * a.dim + d, dw[i]);
+        pair d = pair_at<N>(a, i * a.group + lane);
+        if (d.live)
+            store_f32<float, N>(own + d.lo, lo[i]);
+        if (d.both)
+            store_f32<float, N>(own + d.hi, hi[i]);
     }
     __syncthreads();
     for (int d = (int)threadIdx.x; d < a.dim; d += THREADS) {
         float sum = 0;
         for (int g = 0; g < groups; g++)
             sum += shared[g * a.dim + d];
-        partial[blockIdx.x * a.dim + d] = sum;
+        a.partial[blockIdx.x * (int64_t)a.dim + d] = sum;
     }
 }
 
-template <typename T, int N, int ITEMS, int HEADS>
-__global__ void __launch_bounds__(THREADS, ITEMS == 1 ? 3 : 2)
-    rope_backward(rope_args a, T *dx, float *__restrict__ partial, const T *dy,
-                  const T *__restrict__ x, const float *__restrict__ rstd, const T *__restrict__ w,
-                  const T *__restrict__ cos, const T *__restrict__ sin,
-                  const int32_t *__restrict__ ids)
+/* g += what a lane's half pair adds to the norm's gradient: g becomes g w, dw and dot grow. */
+template <typename T, int N>
+__device__ __forceinline__ void weigh(float (&g)[N], float (&dw)[N], float &dot, const vec<T, N> &x,
+                                      const vec<T, N> &w, float r, float w_offset)
 {
-    extern __shared__ __align__(32) float shared[];
-    int lane = (int)threadIdx.x % a.group, groups = THREADS / a.group, heads = (int)a.heads;
-    float *u = shared + (threadIdx.x / a.group) * a.dim * HEADS;
-    uint32_t first = blockIdx.x * groups + threadIdx.x / a.group, step = gridDim.x * groups;
-    uint32_t n = (uint32_t)a.tokens * (((uint32_t)a.heads + HEADS - 1) / HEADS);
-    uint32_t rounds = (n + step - 1) / step;
-    float dw[ITEMS][N] = {}, f[ITEMS][N];
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        float xh = to_f32(x.v[j]) * r;
+        dw[j] += g[j] * xh;
+        g[j] *= w_offset + to_f32(w.v[j]);
+        dot += g[j] * xh;
+    }
+}
+
+template <typename T, int N, int ITEMS, int STEPS>
+__global__ void __launch_bounds__(THREADS, 5) rope_backward(const __grid_constant__ rope_args a)
+{
+    extern __shared__ __align__(32) char shared[];
+    constexpr int PLACES = STEPS * ITEMS * OPERANDS * THREADS;
+    vec<T, N> *buffers = reinterpret_cast<vec<T, N> *>(shared);
+    const part &p = part_of(a);
+    int lane = (int)threadIdx.x % a.group;
+    uint32_t stride = 32 / (uint32_t)a.group, step = p.blocks * (THREADS / 32);
+    uint32_t n = (blockIdx.x - p.first_block) * (THREADS / 32) + threadIdx.x / 32;
+    float dw_lo[ITEMS][N] = {}, dw_hi[ITEMS][N] = {};
+    vec<T, N> w_lo[ITEMS] = {}, w_hi[ITEMS] = {};
+    for (int i = 0; i < 2 * STEPS * ITEMS * OPERANDS; i++) /* what no copy fills counts nothing */
+        buffers[i * THREADS + threadIdx.x] = {};
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        int d = (i * a.group + lane) * N;
-        if (d < a.dim && w)
-            load_f32<T, N>(f[i], w + d);
+        pair d = pair_at<N>(a, i * a.group + lane);
+        if (p.w && d.live)
+            w_lo[i] = read<T, N>((const T *)p.w + d.lo);
+        if (p.w && d.both)
+            w_hi[i] = read<T, N>((const T *)p.w + d.hi);
     }
-    int32_t p_next = n > 0 ? ids[share_at<HEADS>(a, first).t] : 0;
-    for (uint32_t round = 0; round < rounds; round++) { /* all lanes stay for the shuffles */
-        share at = share_at<HEADS>(a, first + round * step);
-        int32_t p0 = p_next; /* read a round ahead: the angles' addresses wait for it */
-        p_next = ids[share_at<HEADS>(a, first + (round + 1) * step).t];
-        vec<T, N> grads[HEADS][ITEMS], xs[HEADS][ITEMS];
-        float c[ITEMS][N], s[ITEMS][N], r[HEADS];
+    ahead<T, N, ITEMS, STEPS> next = {};
+    share at = share_at<STEPS>(a, p, n), after = share_at<STEPS>(a, p, n += step);
+    fetch<T, N, ITEMS, STEPS>(buffers, next, a, p, at, a.ids[at.t]);
+    copies_end();
+    int32_t p_after = a.ids[after.t];
+    for (int side = 0; at.live; side ^= 1) { /* a warp stays together for the shuffles */
+        vec<T, N> *now_at = buffers + side * PLACES;
+        ahead<T, N, ITEMS, STEPS> now = next;
+        share later = share_at<STEPS>(a, p, n += step);
+        fetch<T, N, ITEMS, STEPS>(buffers + (1 - side) * PLACES, next, a, p, after, p_after);
+        copies_end();
+        p_after = a.ids[later.t]; /* the angles' addresses wait for it */
+        copies_wait_but_last();
 #pragma unroll
-        for (int h = 0; h < HEADS; h++)
-            r[h] = w && at.live && at.head + h < heads ? rstd[at.t * heads + at.head + h] : 0.0f;
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) { /* all reads first */
-            int d = (i * a.group + lane) * N;
-            if (d >= a.dim)
-                continue;
-#pragma unroll
-            for (int h = 0; h < HEADS; h++) {
-                int64_t head = at.head + h;
-                if (head >= heads)
-                    continue;
-                grads[h][i] = read<T, N>(dy + at.t * a.in_row + head * a.in_head + d);
-                if (w)
-                    xs[h][i] = read<T, N>(x + at.t * a.x_row + head * a.x_head + d);
-            }
-            angles<T, N>(a, c[i], s[i], at.t, p0, d, cos, sin, ids);
-        }
-        __syncwarp(); /* the last round's reads of u are done */
-#pragma unroll
-        for (int h = 0; h < HEADS; h++)
+        for (int h = 0; h < STEPS; h++) {
+            uint32_t head = at.head + h * stride;
+            bool live = head < p.heads;
+            float lo[ITEMS][N], hi[ITEMS][N], dot = 0, r = now.r[h];
 #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
-                int d = (i * a.group + lane) * N;
-                float v[N];
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    v[j] = to_f32(grads[h][i].v[j]);
-                if (d < a.dim && at.head + h < heads)
-                    store_f32<float, N>(u + h * a.dim + d, v);
+                pair d = pair_at<N>(a, i * a.group + lane);
+                if (!live)
+                    continue;
+                unpack<T, N>(lo[i], *place<T, N>(now_at, h * ITEMS + i, G_LO));
+                unpack<T, N>(hi[i], *place<T, N>(now_at, h * ITEMS + i, G_HI));
+                if (d.rotated)
+                    rotate<T, N, true>(lo[i], hi[i], now.turns[i]);
+                if (!p.w)
+                    continue;
+                weigh<T, N>(lo[i], dw_lo[i], dot, *place<T, N>(now_at, h * ITEMS + i, X_LO),
+                            w_lo[i], r, a.w_offset);
+                weigh<T, N>(hi[i], dw_hi[i], dot, *place<T, N>(now_at, h * ITEMS + i, X_HI),
+                            w_hi[i], r, a.w_offset);
             }
-        __syncwarp();
-#pragma unroll
-        for (int h = 0; h < HEADS; h++) {
-            bool live = at.live && at.head + h < heads;
-            float v[ITEMS][N], xh[ITEMS][N], dot = 0;
+            float back = p.w ? group_sum(dot, a.group) / (float)a.dim * r * r : 0.0f;
+            T *to = (T *)p.out + at.t * p.out_row + head * p.out_head;
 #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
-                int d = (i * a.group + lane) * N;
-                if (d >= a.dim || !live)
+                pair d = pair_at<N>(a, i * a.group + lane);
+                if (!live)
                     continue;
-                rotate<N, true>(a, v[i], u + h * a.dim, d, c[i], s[i]);
-                if (!w)
-                    continue;
+                if (p.w) {
+                    vec<T, N> x_lo = *place<T, N>(now_at, h * ITEMS + i, X_LO);
+                    vec<T, N> x_hi = *place<T, N>(now_at, h * ITEMS + i, X_HI);
 #pragma unroll
-                for (int j = 0; j < N; j++) {
-                    xh[i][j] = to_f32(xs[h][i].v[j]) * r[h];
-                    dw[i][j] += v[i][j] * xh[i][j];
-                    v[i][j] *= a.w_offset + f[i][j];
-                    dot += v[i][j] * xh[i][j];
+                    for (int j = 0; j < N; j++) {
+                        lo[i][j] = r * lo[i][j] - back * to_f32(x_lo.v[j]);
+                        hi[i][j] = r * hi[i][j] - back * to_f32(x_hi.v[j]);
+                    }
                 }
-            }
-            float mean = w ? group_sum(dot, a.group) / (float)a.dim : 0.0f;
-#pragma unroll
-            for (int i = 0; i < ITEMS; i++) {
-                int d = (i * a.group + lane) * N;
-                if (d >= a.dim || !live)
-                    continue;
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    v[i][j] = w ? r[h] * (v[i][j] - xh[i][j] * mean) : v[i][j];
-                store_f32<T, N>(dx + at.t * a.out_row + (at.head + h) * a.out_head + d, v[i]);
+                if (d.live)
+                    store_f32<T, N>(to + d.lo, lo[i]);
+                if (d.both)
+                    store_f32<T, N>(to + d.hi, hi[i]);
             }
         }
+        at = after;
+        after = later;
     }
-    if (partial)
-        join_groups<N, ITEMS>(a, partial, shared, dw);
+    copies_wait();
+    if (a.partial)
+        join_groups<N, ITEMS>(a, reinterpret_cast<float *>(shared), dw_lo, dw_hi);
 }
 
-/* Pieces of WIDE elements when everything lies so, and no piece straddles a rotation's end. */
-static bool is_wide(ith_tensor out, ith_tensor in, ith_tensor x, ith_tensor w, ith_tensor cos,
-                    ith_tensor sin)
+/* ---- launches ---- */
+
+static part part_for(ith_tensor out, ith_tensor rstd, ith_tensor in, ith_tensor x, ith_tensor w)
 {
-    int64_t n = 16 / ith_dtype_bytes(x.dtype);
-    return rows_aligned(out, n) && rows_aligned(in, n) && rows_aligned(x, n) &&
-           rows_aligned(w, n) && rows_aligned(cos, n) && rows_aligned(sin, n);
+    part p = {};
+    p.x = x.data;
+    p.in = in.data;
+    p.w = w.data;
+    p.out = out.data;
+    p.rstd = (float *)rstd.data;
+    p.out_row = out.stride[0];
+    p.out_head = out.stride[1];
+    p.in_row = in.stride[0];
+    p.in_head = in.stride[1];
+    p.x_row = x.stride[0];
+    p.x_head = x.stride[1];
+    p.heads = (uint32_t)x.shape[1];
+    return p;
 }
 
-static int group_of(int64_t dim, int64_t n)
-{
-    int group = 1;
-    while (group < 32 && group * n < dim)
-        group *= 2;
-    return group;
-}
-
-static rope_args args_of(ith_tensor out, ith_tensor in, ith_tensor x, ith_tensor cos,
-                         ith_tensor sin, ith_tensor position_ids, bool wide)
+static rope_args args_of(part q, part k, ith_tensor x, ith_tensor cos, ith_tensor sin,
+                         ith_tensor position_ids, int n)
 {
     rope_args a = {};
-    a.tokens = x.shape[0];
-    a.heads = x.shape[1];
-    a.dim = x.shape[2];
-    a.half = cos.shape[1];
-    a.out_row = out.stride[0];
-    a.out_head = out.stride[1];
-    a.in_row = in.stride[0];
-    a.in_head = in.stride[1];
-    a.x_row = x.stride[0];
-    a.x_head = x.stride[1];
+    a.parts[0] = q;
+    a.parts[1] = k;
+    a.cos = cos.data;
+    a.sin = sin.data;
+    a.ids = (const int32_t *)position_ids.data;
     a.cos_row = cos.stride[0];
     a.sin_row = sin.stride[0];
     a.axis_stride = position_ids.ndim == 2 ? position_ids.stride[0] : 0;
-    a.group = group_of(a.dim, wide ? 16 / ith_dtype_bytes(x.dtype) : 1);
+    a.tokens = (uint32_t)x.shape[0];
+    a.dim = (int)x.shape[2];
+    a.half = (int)cos.shape[1];
+    a.rest = (int)ith_round_up(ith_div_ceil(a.dim - 2 * a.half, 2), n);
+    a.group = 1;
+    while (a.group < 32 && a.group * n < a.half + a.rest)
+        a.group *= 2;
     return a;
 }
 
-static unsigned blocks_of(const rope_args &a, int heads, int64_t most)
+/* Blocks for both parts, at most `most` of them, shared out by their work. */
+static unsigned share_blocks(rope_args *a, int steps, int64_t most)
 {
-    return grid_of(a.tokens * ith_div_ceil(a.heads, heads), THREADS / a.group, most);
+    int64_t shares[2], total = 0;
+    uint32_t first = 0;
+    for (int i = 0; i < 2; i++) {
+        part *p = &a->parts[i];
+        p->chunks = (uint32_t)ith_div_ceil(p->heads, steps * 32 / a->group);
+        shares[i] = (int64_t)a->tokens * p->chunks;
+        total += shares[i];
+    }
+    for (int i = 0; i < 2; i++) {
+        int64_t blocks = ith_div_ceil(shares[i], THREADS / 32);
+        if (blocks > 0)
+            blocks = ith_min_i64(blocks, ith_max_i64(most * shares[i] / total, 1));
+        a->parts[i].first_block = first;
+        a->parts[i].blocks = (uint32_t)blocks;
+        first += (uint32_t)blocks;
+    }
+    return first;
 }
 
-static size_t shared_bytes(const rope_args &a, int heads)
+/* Pieces of 16 bytes when everything lies so, and no piece straddles a rotation's end. */
+static bool is_wide(const ith_tensor *t, int count)
 {
-    return (size_t)(THREADS / a.group * a.dim * heads) * sizeof(float);
+    bool wide = true;
+    for (int i = 0; i < count; i++)
+        wide = wide && rows_aligned(t[i], 16 / ith_dtype_bytes(t[i].dtype));
+    return wide;
 }
 
-static ith_status check_dim(ith_ctx *ctx, ith_tensor x)
+static ith_status check_dim(ith_ctx *ctx, ith_tensor q, ith_tensor k)
 {
-    if (x.shape[2] > MAX_DIM)
+    if (q.shape[2] > MAX_DIM)
         return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED, "head_dim %lld; the most is %d",
-                        (long long)x.shape[2], MAX_DIM);
-    ITH_ASSERT(x.shape[0] * x.shape[1] <= INT32_MAX);
+                        (long long)q.shape[2], MAX_DIM);
+    ITH_ASSERT(q.shape[0] * q.shape[1] <= INT32_MAX && k.shape[0] * k.shape[1] <= INT32_MAX);
     return ITH_OK;
 }
 
-static ith_status forward_one(ith_ctx *ctx, ith_tensor out, ith_tensor rstd, ith_tensor x,
-                              ith_tensor w, ith_tensor cos, ith_tensor sin, ith_tensor position_ids,
-                              float eps, float w_offset)
-{
-    bool wide = is_wide(out, x, x, w, cos, sin);
-    rope_args a = args_of(out, x, x, cos, sin, position_ids, wide);
-    a.eps = eps;
-    a.w_offset = w_offset;
-    ITH_TRY(check_dim(ctx, x));
-    if (a.tokens == 0)
-        return ITH_OK;
-#define LAUNCH(N, ITEMS, HEADS)                                                                    \
-    rope_forward<T, N, ITEMS, HEADS><<<blocks_of(a, HEADS, INT32_MAX), THREADS,                    \
-                                       shared_bytes(a, HEADS), ith_cuda_stream(ctx)>>>(            \
-        a, (T *)out.data, (float *)rstd.data, (const T *)x.data, (const T *)w.data,                \
-        (const T *)cos.data, (const T *)sin.data, (const int32_t *)position_ids.data)
-    ITH_BY_TYPE(x.dtype, {
-        if (wide && a.dim <= 32 * WIDE<T>)
-            LAUNCH(WIDE<T>, 1, 4);
-        else if (wide)
-            LAUNCH(WIDE<T>, MAX_DIM / 32 / WIDE<T>, 1);
-        else
-            LAUNCH(1, MAX_DIM / 32, 1);
-    });
-#undef LAUNCH
-    return ITH_CUDA_LAUNCHED(ctx, x);
-}
-
-static ith_status backward_one(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_tensor dy,
-                               ith_tensor x, ith_tensor rstd, ith_tensor w, ith_tensor cos,
-                               ith_tensor sin, ith_tensor position_ids, float w_offset)
-{
-    bool wide = is_wide(dx, dy, x, w, cos, sin);
-    rope_args a = args_of(dx, dy, x, cos, sin, position_ids, wide);
-    a.w_offset = w_offset;
-    ITH_TRY(check_dim(ctx, x));
-    if (a.tokens == 0)
-        return ITH_OK;
-    float *partial = is_absent(dw) || is_absent(w) ? NULL : (float *)ctx->scratch;
-    unsigned blocks = 0;
-#define LAUNCH(N, ITEMS, HEADS)                                                                    \
-    do {                                                                                           \
-        blocks = blocks_of(a, HEADS, BLOCKS);                                                      \
-        rope_backward<T, N, ITEMS, HEADS>                                                          \
-            <<<blocks, THREADS, shared_bytes(a, HEADS), ith_cuda_stream(ctx)>>>(                   \
-                a, (T *)dx.data, partial, (const T *)dy.data, (const T *)x.data,                   \
-                (const float *)rstd.data, (const T *)w.data, (const T *)cos.data,                  \
-                (const T *)sin.data, (const int32_t *)position_ids.data);                          \
-    } while (0)
-    ITH_BY_TYPE(x.dtype, {
-        if (wide && a.dim <= 32 * WIDE<T>)
-            LAUNCH(WIDE<T>, 1, 4);
-        else if (wide)
-            LAUNCH(WIDE<T>, MAX_DIM / 32 / WIDE<T>, 1);
-        else
-            LAUNCH(1, MAX_DIM / 32, 1);
-    });
-#undef LAUNCH
-    if (partial)
-        ith_cuda_add_columns(ith_cuda_stream(ctx), (float *)dw.data, partial, blocks, a.dim);
-    return ITH_CUDA_LAUNCHED(ctx, x);
-}
+/* Calls F<T, N, ITEMS, STEPS>: pieces and pairs of pieces per lane that MAX_DIM needs. */
+#define BY_FORM(dtype, wide, F)                                                                    \
+    ITH_BY_TYPE(dtype, {                                                                           \
+        if (!(wide))                                                                               \
+            F(T, 1, (MAX_DIM / 64), 1);                                                            \
+        else                                                                                       \
+            F(T, WIDE<T>, (MAX_DIM / 64 / WIDE<T>), (sizeof(T) == 2 ? 2 : 1));                     \
+    })
 
 static ith_status qk_norm_rope_forward(ith_ctx *ctx, ith_tensor q_out, ith_tensor k_out,
                                        ith_tensor q_rstd, ith_tensor k_rstd, ith_tensor q,
@@ -404,8 +507,23 @@ static ith_status qk_norm_rope_forward(ith_ctx *ctx, ith_tensor q_out, ith_tenso
                                        ith_tensor sin, ith_tensor position_ids, float eps,
                                        float w_offset)
 {
-    ITH_TRY(forward_one(ctx, q_out, q_rstd, q, q_w, cos, sin, position_ids, eps, w_offset));
-    return forward_one(ctx, k_out, k_rstd, k, k_w, cos, sin, position_ids, eps, w_offset);
+    const ith_tensor all[] = {q_out, k_out, q, k, q_w, k_w, cos, sin};
+    bool wide = is_wide(all, 8);
+    ITH_TRY(check_dim(ctx, q, k));
+    if (q.shape[0] == 0)
+        return ITH_OK;
+    rope_args a = args_of(part_for(q_out, q_rstd, q, q, q_w), part_for(k_out, k_rstd, k, k, k_w), q,
+                          cos, sin, position_ids, wide ? 16 / (int)ith_dtype_bytes(q.dtype) : 1);
+    a.eps = eps;
+    a.w_offset = w_offset;
+#define LAUNCH(T, N, ITEMS, STEPS)                                                                 \
+    do {                                                                                           \
+        unsigned blocks = share_blocks(&a, STEPS, INT32_MAX);                                      \
+        rope_forward<T, N, ITEMS, STEPS><<<blocks, THREADS, 0, ith_cuda_stream(ctx)>>>(a);         \
+    } while (0)
+    BY_FORM(q.dtype, wide, LAUNCH);
+#undef LAUNCH
+    return ITH_CUDA_LAUNCHED(ctx, q);
 }
 
 static int64_t qk_norm_rope_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
@@ -419,7 +537,7 @@ static int64_t qk_norm_rope_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_
     (void)k_rstd, (void)k_w, (void)cos, (void)sin, (void)position_ids, (void)w_offset;
     if (is_absent(dq_w) || is_absent(q_w))
         return 0;
-    return ith_mul_bytes(BLOCKS * q.shape[2], 4);
+    return ith_mul_bytes((BLOCKS + 1) * q.shape[2], 4);
 }
 
 static ith_status qk_norm_rope_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dq_w,
@@ -429,8 +547,32 @@ static ith_status qk_norm_rope_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor 
                                         ith_tensor cos, ith_tensor sin, ith_tensor position_ids,
                                         float w_offset)
 {
-    ITH_TRY(backward_one(ctx, dq, dq_w, dq_out, q, q_rstd, q_w, cos, sin, position_ids, w_offset));
-    return backward_one(ctx, dk, dk_w, dk_out, k, k_rstd, k_w, cos, sin, position_ids, w_offset);
+    const ith_tensor all[] = {dq, dk, dq_out, dk_out, q, k, q_w, k_w, cos, sin};
+    bool wide = is_wide(all, 10);
+    ITH_TRY(check_dim(ctx, q, k));
+    if (q.shape[0] == 0)
+        return ITH_OK;
+    rope_args a =
+        args_of(part_for(dq, q_rstd, dq_out, q, q_w), part_for(dk, k_rstd, dk_out, k, k_w), q, cos,
+                sin, position_ids, wide ? 16 / (int)ith_dtype_bytes(q.dtype) : 1);
+    a.w_offset = w_offset;
+    a.partial = is_absent(dq_w) || is_absent(q_w) ? NULL : (float *)ctx->scratch;
+#define LAUNCH(T, N, ITEMS, STEPS)                                                                 \
+    do {                                                                                           \
+        unsigned blocks = share_blocks(&a, STEPS, BLOCKS);                                         \
+        size_t shared = 2 * STEPS * ITEMS * OPERANDS * THREADS * sizeof(vec<T, N>);                \
+        rope_backward<T, N, ITEMS, STEPS><<<blocks, THREADS, shared, ith_cuda_stream(ctx)>>>(a);   \
+    } while (0)
+    BY_FORM(q.dtype, wide, LAUNCH);
+#undef LAUNCH
+    if (a.partial) {
+        const part *p = a.parts;
+        ith_columns sums[2] = {
+            {(float *)dq_w.data, a.partial, p[0].blocks},
+            {(float *)dk_w.data, a.partial + p[0].blocks * q.shape[2], p[1].blocks}};
+        ith_cuda_add_columns(ith_cuda_stream(ctx), sums, 2, q.shape[2]);
+    }
+    return ITH_CUDA_LAUNCHED(ctx, q);
 }
 
 void ith_cuda_fill_rope(struct ith_backend *b)
