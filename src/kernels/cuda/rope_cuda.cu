@@ -9,7 +9,7 @@
  * block's groups, over blocks, in order. */
 #include "kernels/cuda/common.cuh"
 
-enum { THREADS = 128, MAX_DIM = 512, BLOCKS = ITH_CUDA_SMS * 5 };
+enum { THREADS = 128, MAX_DIM = 512, BLOCKS = ITH_CUDA_SMS * 4 };
 
 /* q or k; strides in elements. */
 struct part {
@@ -325,7 +325,7 @@ __device__ __forceinline__ void weigh(float (&g)[N], float (&dw)[N], float &dot,
 }
 
 template <typename T, int N, int ITEMS, int STEPS>
-__global__ void __launch_bounds__(THREADS, 5) rope_backward(const __grid_constant__ rope_args a)
+__global__ void __launch_bounds__(THREADS, 4) rope_backward(const __grid_constant__ rope_args a)
 {
     extern __shared__ __align__(32) char shared[];
     constexpr int PLACES = STEPS * ITEMS * OPERANDS * THREADS;
