@@ -25,9 +25,6 @@ const ith_env_row ith_env_table[ITH_ENV_COUNT] = {
     [ITH_ENV_NO_COLOR] = {"NO_COLOR", "", "any value: no colours on the terminal"},
     [ITH_ENV_CUDA_PLUGIN] = {"ITH_CUDA_PLUGIN", "",
                              "path of the CUDA plug-in, instead of the search beside the program"},
-    [ITH_ENV_CACHE] = {"ITH_CACHE", "~/.cache/ithaca",
-                       "folder of what is measured once per machine (matrix algorithms of a GPU); "
-                       "off: nothing is measured"},
 };
 
 const char *ith_env(ith_env_id id)

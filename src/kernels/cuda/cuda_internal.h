@@ -87,23 +87,10 @@ typedef struct {
     ith_dtype in, out;
 } ith_matmul;
 enum { ITH_MATMUL_WORKSPACE_BYTES = 64 << 20 };
-/* device_name: part of the name of the file that keeps measured choices. */
-ith_status ith_matmul_cache_create(ith_matmul_cache **out, int64_t library_version,
-                                   const char *device_name, int device_index, ith_error *err);
+ith_status ith_matmul_cache_create(ith_matmul_cache **out, ith_error *err);
 void ith_matmul_cache_destroy(ith_matmul_cache *cache, const ith_cuda_libs *libs);
 /* *done is false when cuBLASLt has no kernel for these layouts (odd strides). */
 ith_status ith_matmul_run(ith_ctx *ctx, const ith_matmul *p, ith_tensor named, bool *done);
-
-/* A text file of keys and 64-byte values in ITH_CACHE, `name` in it; NULL when there is no such
- * folder or it cannot be made: then nothing is measured. Lines of another format are skipped. */
-typedef struct ith_choices ith_choices;
-enum { ITH_CHOICE_WORDS = 8 };
-ith_status ith_choices_open(ith_choices **out, const char *name, ith_error *err);
-void ith_choices_close(ith_choices *c);
-bool ith_choices_find(const ith_choices *c, const char *key, uint64_t value[ITH_CHOICE_WORDS]);
-/* Adds a choice and writes the file; another process's lines stay. */
-ith_status ith_choices_keep(ith_choices *c, const char *key, const uint64_t value[ITH_CHOICE_WORDS],
-                            ith_error *err);
 
 /* The grouped products, any shape, stride and type; expert rows are offsets[e] .. offsets[e+1], and
  * num_groups = 1 with offsets NULL means all rows. Scratch: ith_grouped_workspace_bytes. */

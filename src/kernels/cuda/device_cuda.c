@@ -281,10 +281,7 @@ static ith_status open_libraries(ith_cuda *cuda, ith_error *err)
         dnn = l->cudnnSetStream(cuda->dnn, cuda->stream);
     if (dnn != CUDNN_STATUS_SUCCESS)
         return ith_fail(err, ITH_ERR_RUN, "cuDNN: %s", l->cudnnGetErrorString(dnn));
-    struct cudaDeviceProp props;
-    ITH_TRY(check_runtime(cudaGetDeviceProperties(&props, cuda->index), "properties", err));
-    ITH_TRY(ith_matmul_cache_create(&cuda->matmuls, (int64_t)l->cublasLtGetVersion(), props.name,
-                                    cuda->index, err));
+    ITH_TRY(ith_matmul_cache_create(&cuda->matmuls, err));
     return ith_sdpa_cache_create(&cuda->sdpas, err);
 }
 
