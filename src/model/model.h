@@ -15,6 +15,7 @@
 #include "checkpoint/hf_config.h"
 #include "checkpoint/safetensors.h"
 #include "kernels/ops.h"
+#include "parallel/ulysses.h"
 
 /* A parameter. Matrices that one product serves are one parameter: qkv = rows of q, k, v; gate_up =
  * rows of gate, up. */
@@ -46,11 +47,12 @@ typedef enum {
 } ith_keep;
 
 /* Saved tensors of one layer; absent ones are made again in backward. S = T * num_experts_per_tok.
- */
+ * Inside attention a rank of a context-parallel group has all N tokens of the group and its share
+ * of the heads (parallel/ulysses.h); alone, N = T and Ha = Hq. */
 typedef struct {
     ith_tensor x;       /* [T,D] residual stream at the layer's entry */
     ith_tensor qkv;     /* [T,(Hq+2Hkv)*Dh] before norm and RoPE */
-    ith_tensor o, lse;  /* [T,Hq,Dh], [T,Hq] f32 */
+    ith_tensor o, lse;  /* [N,Ha,Dh], [N,Ha] f32 */
     ith_tensor x2;      /* [T,D] residual stream after attention */
     ith_tensor gate_up; /* [T,2I], experts: [S,2Im] */
     ith_tensor probs, topk_w, topk_idx, offsets, source, row_of,
@@ -59,9 +61,11 @@ typedef struct {
     void *host_x; /* ITH_KEEP_HOST: x in host memory; the view x is the shared staging buffer */
 } ith_layer_acts;
 
-/* A micro-batch on the device: packed rows without padding. */
+/* A micro-batch on the device: packed rows without padding. Under context parallelism rows, ids and
+ * positions are this rank's slice [T] of the N tokens of its group, and seqs describes all N. */
 typedef struct {
     int64_t num_tokens;
+    int64_t group_tokens;         /* N */
     ith_tensor ids, position_ids; /* [T] I32; positions count from 0 in each document */
     ith_seqs seqs;
     int64_t num_rows;        /* M: rows with a label */
@@ -100,8 +104,9 @@ typedef struct {
 struct ith_model {
     const ith_hf_config *config; /* borrowed */
     const ith_model_family *family;
-    ith_dtype dtype; /* of w and activations: F32 or BF16 */
-    ith_arena arena; /* names */
+    const ith_mesh *mesh; /* borrowed; NULL: one rank */
+    ith_dtype dtype;      /* of w and activations: F32 or BF16 */
+    ith_arena arena;      /* names */
     ith_param *params;
     ith_hf_piece *pieces;
     int64_t num_params, cap_params, num_pieces, cap_pieces;

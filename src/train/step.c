@@ -36,35 +36,44 @@ static ith_status place_optimizer(ith_step *s)
     return ith_zero(ctx, s->v);
 }
 
+/* Most tokens and labels of this rank's slice. */
+static int64_t slice_tokens(const ith_step_config *c)
+{
+    return ith_div_ceil(c->max_tokens, ith_cp_size(c->mesh));
+}
+
+static int64_t slice_labels(const ith_step_config *c)
+{
+    return ith_cp_size(c->mesh) == 1 ? c->max_labels : ith_min_i64(c->max_labels, slice_tokens(c));
+}
+
 /* Pushes all that stays for the whole run. */
 static ith_status place_all(ith_step *s)
 {
     ith_ctx *ctx = s->ctx;
     const ith_step_config *c = &s->config;
+    int64_t tokens = slice_tokens(c), labels = slice_labels(c);
     ITH_TRY(ith_model_place(s->model, ctx, c->training));
     if (c->training)
         ITH_TRY(place_optimizer(s));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_tokens, &s->ids));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_tokens, &s->position_ids));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, tokens, &s->ids));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, tokens, &s->position_ids));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_docs + 1, &s->cu_seqlens));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_labels, &s->rows));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_labels, &s->labels));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, c->max_labels, &s->seeds));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, c->max_labels, &s->row_loss));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, labels, &s->rows));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, labels, &s->labels));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, labels, &s->seeds));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, labels, &s->row_loss));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->loss_sum));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->balance_sum));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->sumsq));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F32, 1, &s->norm));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F32, 1, &s->scale));
     void *host = NULL;
-    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", c->max_labels * 4, &host,
-                          ctx->err));
+    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", labels * 4, &host, ctx->err));
     s->host_rows = host;
-    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", c->max_labels * 4, &host,
-                          ctx->err));
+    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", labels * 4, &host, ctx->err));
     s->host_labels = host;
-    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", c->max_labels * 4, &host,
-                          ctx->err));
+    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", labels * 4, &host, ctx->err));
     s->host_seeds = host;
     ITH_TRY(ith_zero(ctx, s->balance_sum));
     return ith_zero(ctx, s->loss_sum);
@@ -103,11 +112,12 @@ static ith_status update(ith_step *s, ith_adamw_hyper hyper)
                      s->config.seed, 0, true);
 }
 
-/* The largest batch the limits allow, without contents. */
-static void bind_batch(ith_step *s, int64_t tokens, int64_t docs, int64_t rows, int64_t max_len,
-                       const int32_t *cu)
+/* The batch without contents; group_tokens of the cp group, tokens of this rank. */
+static void bind_batch(ith_step *s, int64_t group_tokens, int64_t tokens, int64_t docs,
+                       int64_t rows, int64_t max_len, const int32_t *cu)
 {
     s->batch = (ith_batch){.num_tokens = tokens,
+                           .group_tokens = group_tokens,
                            .ids = ith_row_range(s->ids, 0, tokens),
                            .position_ids = ith_row_range(s->position_ids, 0, tokens),
                            .seqs = {ith_row_range(s->cu_seqlens, 0, docs + 1), cu, docs, max_len},
@@ -137,7 +147,8 @@ static ith_status count_step(ith_step *s, keep_counts n)
                                                                   : ITH_KEEP_HOST;
     }
     ITH_TRY(place_all(s));
-    bind_batch(s, c->max_tokens, c->max_docs, c->max_labels, c->max_doc_tokens, NULL);
+    bind_batch(s, c->max_tokens, slice_tokens(c), c->max_docs, slice_labels(c), c->max_doc_tokens,
+               NULL);
     ITH_TRY(walk_micro(s, c->training));
     if (c->training)
         ITH_TRY(update(s, (ith_adamw_hyper){.step = 1}));
@@ -268,6 +279,7 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
     s->model = model;
     s->ctx = ctx;
     s->config = *config;
+    model->mesh = config->mesh;
     model->mlp_tile = MLP_TILE_ROWS;
     if (s->config.chunk_rows <= 0)
         s->config.chunk_rows = DEFAULT_CHUNK_ROWS;
@@ -293,17 +305,20 @@ void ith_step_begin(ith_step *step, double weight_sum)
 {
     step->weight_sum = weight_sum;
     step->num_micro = 0;
+    step->reduced = false;
 }
 
-/* Labelled rows with their seeds into the staging buffers; returns how many. */
-static int64_t stage_rows(ith_step *s, const ith_micro_batch *b, double weight_sum)
+/* Labelled rows of tokens [begin, end) with their seeds into the staging buffers; returns how many.
+ */
+static int64_t stage_rows(ith_step *s, const ith_micro_batch *b, int64_t begin, int64_t end,
+                          double weight_sum)
 {
     int64_t n = 0;
-    for (int64_t t = 0; t < b->num_tokens; t++) {
+    for (int64_t t = begin; t < end; t++) {
         if (b->labels[t] < 0)
             continue;
         ITH_ASSERT(n < s->config.max_labels);
-        s->host_rows[n] = (int32_t)t;
+        s->host_rows[n] = (int32_t)(t - begin);
         s->host_labels[n] = b->labels[t];
         s->host_seeds[n++] = (float)((double)b->weights[t] / weight_sum);
     }
@@ -316,13 +331,15 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
     ith_error *err = s->ctx->err;
     ITH_ASSERT(b->num_tokens <= s->config.max_tokens && b->num_docs <= s->config.max_docs);
     ITH_TRY(d->sync(d, err)); /* the staging buffers of the micro-batch before */
-    int64_t rows = stage_rows(s, b, weight_sum), max_len = 0;
+    int64_t begin = ith_cp_begin(s->config.mesh, b->num_tokens),
+            end = ith_cp_end(s->config.mesh, b->num_tokens), tokens = end - begin;
+    int64_t rows = stage_rows(s, b, begin, end, weight_sum), max_len = 0;
     for (int64_t i = 0; i < b->num_docs; i++)
         max_len = ith_max_i64(max_len, b->cu_seqlens[i + 1] - b->cu_seqlens[i]);
-    bind_batch(s, b->num_tokens, b->num_docs, rows, max_len, b->cu_seqlens);
+    bind_batch(s, b->num_tokens, tokens, b->num_docs, rows, max_len, b->cu_seqlens);
     s->batch.share = (float)(b->weight_sum / weight_sum);
-    ITH_TRY(d->upload(d, s->ids.data, b->ids, b->num_tokens * 4, err));
-    ITH_TRY(d->upload(d, s->position_ids.data, b->position_ids, b->num_tokens * 4, err));
+    ITH_TRY(d->upload(d, s->ids.data, b->ids + begin, tokens * 4, err));
+    ITH_TRY(d->upload(d, s->position_ids.data, b->position_ids + begin, tokens * 4, err));
     ITH_TRY(d->upload(d, s->cu_seqlens.data, b->cu_seqlens, (b->num_docs + 1) * 4, err));
     ITH_TRY(d->upload(d, s->rows.data, s->host_rows, rows * 4, err));
     ITH_TRY(d->upload(d, s->labels.data, s->host_labels, rows * 4, err));
@@ -339,12 +356,31 @@ ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch)
     return walk_micro(step, true);
 }
 
+ith_status ith_step_reduce(ith_step *step)
+{
+    const ith_mesh *mesh = step->config.mesh;
+    int64_t cp = ith_cp_size(mesh);
+    step->reduced = true;
+    if (ith_world_size(mesh) == 1)
+        return ITH_OK;
+    ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->model->grad));
+    ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->loss_sum));
+    /* Every rank of a cp group holds the balance of the whole group. */
+    ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->balance_sum));
+    *(double *)step->balance_sum.data /= (double)cp;
+    ITH_TRY(ith_comm_all_reduce(mesh->dp, &step->num_micro, 1, ITH_I64, ITH_REDUCE_SUM,
+                                step->ctx->err));
+    return ITH_OK;
+}
+
 ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *out)
 {
     ith_ctx *ctx = step->ctx;
     ith_device *d = ctx->device;
     float norm = 0, scale = 0;
     double loss = 0, balance = 0;
+    if (!step->reduced)
+        ITH_TRY(ith_step_reduce(step));
     ITH_TRY(update(step, hyper));
     ITH_TRY(d->download(d, &norm, step->norm.data, sizeof norm, ctx->err));
     ITH_TRY(d->download(d, &scale, step->scale.data, sizeof scale, ctx->err));
