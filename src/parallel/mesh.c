@@ -9,10 +9,8 @@ ith_status ith_mesh_open(ith_mesh *mesh, ith_comm *world, int64_t cp_size, ith_e
 {
     ITH_ASSERT(cp_size >= 1 && world->size % cp_size == 0);
     ith_status status = ITH_OK;
-    memset(mesh, 0, sizeof *mesh);
+    ith_mesh_imagine(mesh, world->size, cp_size);
     mesh->world = world;
-    mesh->cp_size = cp_size;
-    mesh->dp_size = world->size / cp_size;
     mesh->cp_rank = world->rank % cp_size;
     mesh->dp_rank = world->rank / cp_size;
     ITH_TRY(ith_alloc_zero((void **)&mesh->lists, 4 * cp_size, sizeof *mesh->lists, "mesh", err));
@@ -24,6 +22,21 @@ ith_status ith_mesh_open(ith_mesh *mesh, ith_comm *world, int64_t cp_size, ith_e
 out:
     ith_mesh_close(mesh);
     return status;
+}
+
+void ith_mesh_imagine(ith_mesh *mesh, int64_t world_size, int64_t cp_size)
+{
+    memset(mesh, 0, sizeof *mesh);
+    mesh->world_size = world_size;
+    mesh->cp_size = cp_size;
+    mesh->dp_size = world_size / cp_size;
+}
+
+ith_status ith_mesh_max(const ith_mesh *mesh, int64_t *x, ith_error *err)
+{
+    if (!mesh || !mesh->world)
+        return ITH_OK;
+    return ith_comm_all_reduce(mesh->world, x, 1, ITH_I64, ITH_REDUCE_MAX, err);
 }
 
 void ith_mesh_close(ith_mesh *mesh)

@@ -11,14 +11,18 @@
 #include "kernels/ctx.h"
 
 typedef struct {
-    ith_comm *world, *dp, *cp; /* world is borrowed */
-    int64_t dp_size, cp_size, dp_rank, cp_rank;
+    ith_comm *world, *dp, *cp; /* world is borrowed; all NULL in an imagined mesh */
+    int64_t world_size, dp_size, cp_size, dp_rank, cp_rank;
     int64_t *lists; /* [4 * cp_size] of the exchanges of ulysses.c */
 } ith_mesh;
 
 /* Collective over world. cp_size divides the number of ranks (checked with the config). */
 ith_status ith_mesh_open(ith_mesh *mesh, ith_comm *world, int64_t cp_size, ith_error *err);
 void ith_mesh_close(ith_mesh *mesh); /* also of a zeroed one */
+/* Rank 0 of a job that is not there: sizes only, for plans. */
+void ith_mesh_imagine(ith_mesh *mesh, int64_t world_size, int64_t cp_size);
+/* The largest of all ranks; in an imagined mesh, or without one, x itself. */
+ith_status ith_mesh_max(const ith_mesh *mesh, int64_t *x, ith_error *err);
 
 static inline int64_t ith_cp_size(const ith_mesh *mesh)
 {
@@ -27,7 +31,7 @@ static inline int64_t ith_cp_size(const ith_mesh *mesh)
 
 static inline int64_t ith_world_size(const ith_mesh *mesh)
 {
-    return mesh ? mesh->world->size : 1;
+    return mesh ? mesh->world_size : 1;
 }
 
 /* First token of rank r's slice of n tokens: slices are contiguous, differ by at most one token,

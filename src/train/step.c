@@ -167,7 +167,8 @@ static ith_status bytes_of(ith_step *s, keep_counts n, int64_t *out)
     ith_plan_reset(s->ctx->plan);
     ITH_TRY(count_step(s, n));
     *out = ith_plan_total(s->ctx->plan);
-    return ITH_OK;
+    /* Shares of heads differ, and with them bytes: what is kept must not. */
+    return ith_mesh_max(s->config.mesh, out, s->ctx->err);
 }
 
 /* Mix `phase` with n layers of its better kind: 0 all over attention, 1 attention over input, 2
@@ -208,11 +209,17 @@ static ith_status choose_keep(ith_step *s, int64_t limit)
 static ith_status limit_of(ith_step *s, int64_t *limit)
 {
     int64_t total = 0;
+    const ith_mesh *mesh = s->config.mesh;
     *limit = s->config.memory_limit;
     if (*limit > 0)
         return ITH_OK;
     ITH_TRY(s->ctx->device->memory(s->ctx->device, limit, &total, s->ctx->err));
     *limit -= *limit / 100 * RESERVE_PERCENT;
+    if (mesh && mesh->world) /* the ranks of a machine share it; the tightest decides for all */
+        *limit /= mesh->world->local_size;
+    *limit = -*limit;
+    ITH_TRY(ith_mesh_max(mesh, limit, s->ctx->err));
+    *limit = -*limit;
     return ITH_OK;
 }
 
@@ -265,7 +272,9 @@ static ith_status plan_step(ith_step *s, bool plan_only)
         ITH_TRY(bytes_of(s, one[s->config.keep], &unused));
     else
         ITH_TRY(choose_keep(s, limit));
-    return plan_only || ith_plan_total(s->ctx->plan) <= limit ? ITH_OK : refuse_too_large(s, limit);
+    int64_t total = ith_plan_total(s->ctx->plan);
+    ITH_TRY(ith_mesh_max(s->config.mesh, &total, s->ctx->err));
+    return plan_only || total <= limit ? ITH_OK : refuse_too_large(s, limit);
 }
 
 ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
