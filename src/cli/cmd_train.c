@@ -129,14 +129,6 @@ static ith_status train(const ith_config *config, ith_comm *world, ith_error *er
     return status;
 }
 
-/* All ranks have the same failure; one of them tells it, and all have its exit code. */
-static void keep_quiet(const ith_comm *world)
-{
-    if (world->rank > 0 &&
-        (!freopen("/dev/null", "w", stderr) || !freopen("/dev/null", "w", stdout)))
-        return; /* then it is told more than once */
-}
-
 static ith_status load_and_train(const ith_args *args, ith_comm *world, ith_error *err)
 {
     ith_config config;
@@ -161,7 +153,10 @@ static ith_status run_train(const ith_args *args, ith_error *err)
     ith_comm *world = NULL;
     ITH_TRY(ith_comm_open_world(&world, 0, err));
     ith_status status = load_and_train(args, world, err);
-    keep_quiet(world);
+    /* The failure is agreed: rank 0 tells it and gives the exit code. An exit code of another rank
+     * would make the launcher end rank 0 before it has spoken. */
+    if (world->rank > 0)
+        status = ITH_OK;
     ith_comm_close(world);
     return status;
 }
