@@ -211,6 +211,14 @@ ith_status ith_config_check_supported(const ith_config *config, ith_error *err)
 
 /* ---- layout ---- */
 
+int ith_config_zero_stage(const ith_config *config)
+{
+    if (config->zero_stage != ITH_CONFIG_UNSET)
+        return ith_narrow(config->zero_stage);
+    bool fsdp = config->dist.name == ITH_DIST_FSDP2 || config->dist.name == ITH_DIST_FSDPTURBO;
+    return !fsdp ? 0 : config->dist.reshard_after_forward ? 3 : 2;
+}
+
 int64_t ith_config_ranks(const ith_config *config)
 {
     int64_t dp = config->dp_size == ITH_CONFIG_UNSET ? 1 : config->dp_size, ranks = 0;

@@ -15,6 +15,7 @@
 #include "checkpoint/hf_config.h"
 #include "checkpoint/safetensors.h"
 #include "kernels/ops.h"
+#include "parallel/shard.h"
 #include "parallel/ulysses.h"
 
 /* A parameter. Matrices that one product serves are one parameter: qkv = rows of q, k, v; gate_up =
@@ -115,8 +116,15 @@ struct ith_model {
     int32_t embed, final_norm, head; /* parameter indices; head == embed when tied */
     int32_t *layer_param;            /* [L * ITH_LAYER_PARAMS], -1 absent */
 
-    /* placed */
-    ith_tensor w, grad; /* [num_elements] act, f32 */
+    /* placed. What zero_stage cuts is this rank's shard of the flat layout: grad from 2 on, w in 3;
+     * then the first and last block (embeddings, norm, head) are whole in `ends_*`, and one layer
+     * at a time is in `window_*`. */
+    ith_tensor w, grad; /* [num_elements] or [shard elements] act, f32 */
+    ith_tensor ends_w, ends_grad, window_w, window_grad;
+    ith_shard *shard;      /* borrowed; NULL: nothing is cut */
+    int zero_stage;        /* 0 without shard */
+    ith_tensor sharded[4]; /* what ith_model_serve may be asked for */
+    int num_sharded;
     int64_t max_positions;
     ith_tensor rope_cos, rope_sin; /* [max_positions, rd/2] act */
 
@@ -171,6 +179,30 @@ typedef struct {
 } ith_piece_source;
 ith_status ith_model_find_source(const ith_hf_piece *piece, const ith_st_reader *reader,
                                  ith_piece_source *out, ith_error *err);
+/* ---- many ranks: model_shard.c ---- */
+
+/* The verbs of a walk. Stage 3: the weights of layer l are gathered into the window. */
+ith_status ith_model_gather_layer(ith_model *model, ith_ctx *ctx, int64_t layer);
+/* Stages 2 and 3: gradients of layer l go to the window, which begins with zeros; close sums them
+ * over the ranks into the shard. */
+ith_status ith_model_open_grads(ith_model *model, ith_ctx *ctx, int64_t layer);
+ith_status ith_model_close_grads(ith_model *model, ith_ctx *ctx, int64_t layer);
+/* Once a step: what is not summed over all ranks yet. Stage 0: all of grad. Stage 1: the own slices
+ * of grad are sums then. */
+ith_status ith_model_reduce_grads(ith_model *model, ith_ctx *ctx);
+/* After the shards of the weights changed: the whole copies follow. */
+ith_status ith_model_refresh_weights(ith_model *model, ith_ctx *ctx);
+/* Block borders of the flat layout: embeddings, layers, the rest; out: [layers + 3]. */
+void ith_model_blocks(const ith_model *model, int64_t *out);
+/* For ith_model_place: buffers and views of stages 2 and 3. */
+ith_status ith_model_place_sharded(ith_model *model, ith_ctx *ctx, bool training);
+/* While rank 0 downloads from shards, the others serve; it ends with ith_model_serve_end of rank 0,
+ * which is called whatever failed. Nothing to do where nothing is cut. */
+ith_status ith_model_serve(ith_model *model, ith_ctx *ctx);
+ith_status ith_model_serve_end(const ith_model *model, ith_ctx *ctx);
+ith_status ith_model_ask(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t first,
+                         int64_t n, void *out);
+
 /* Contents of piece i of a flat buffer, elements [first, first + n) of the piece, in the buffer's
  * type, to host memory. */
 ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t piece,
@@ -192,6 +224,9 @@ ith_status ith_model_add_piece(ith_model *model, const char *hf_name, int32_t pa
                                ith_error *err);
 const char *ith_model_text(ith_model *model, const char *fmt, ...)
     ITH_PRINTF(2, 3); /* NULL: out of memory */
+
+/* The parameter's view of a buffer whose element 0 is element `base` of the flat layout. */
+ith_tensor ith_param_view(const ith_param *param, ith_tensor buffer, int64_t base);
 
 static inline const ith_param *ith_layer_param(const ith_model *model, int64_t layer, int which)
 {

@@ -287,8 +287,9 @@ static ith_status experts_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b
     ITH_TRY(ith_router_forward(ctx, a->topk_w, a->topk_idx, a->probs, logits, c->norm_topk_prob));
     ITH_TRY(ith_expert_sort(ctx, a->offsets, a->source, a->row_of, a->topk_idx));
     if (count_load)
-        ITH_TRY(ith_expert_load(ctx, m->expert_fraction, m->expert_mean_prob, a->offsets, a->probs,
-                                1.0f / (float)(num_moe_layers(c) * b->group_tokens)));
+        ITH_TRY(
+            ith_expert_load(ctx, m->expert_fraction, m->expert_mean_prob, a->offsets, a->probs,
+                            1.0f / (float)(num_moe_layers(c) * ith_max_i64(b->group_tokens, 1))));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "experts input", m->dtype, s, c->hidden_size, &xs));
     ITH_TRY(ith_gather_rows(ctx, xs, n2, a->source));
     ITH_TRY(ith_grouped_linear_forward(ctx, a->gate_up, xs, ith_layer_param(m, l, ITH_P_GATE_UP)->w,
@@ -330,7 +331,7 @@ static ith_status experts_backward(ith_model *m, ith_ctx *ctx, const ith_batch *
     ITH_TRY(ith_expert_combine(ctx, dn2, none, xs, none, a->row_of));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
     float aux_scale = m->aux_coef * b->share * (float)c->num_experts /
-                      (float)(num_moe_layers(c) * b->group_tokens);
+                      (float)(num_moe_layers(c) * ith_max_i64(b->group_tokens, 1));
     ITH_TRY(ith_router_backward(ctx, dlogits, dtopk, a->topk_w, a->topk_idx, a->probs,
                                 m->expert_fraction, aux_scale, c->norm_topk_prob));
     ITH_TRY(ith_linear_backward_weight(ctx, router->grad, dlogits, n2));
@@ -469,6 +470,7 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     attention_in in = {0};
     T o_out;
+    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, training));
     ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_linear_forward(ctx, a->qkv, in.n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
@@ -677,9 +679,12 @@ static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     bool have_in = false;
     if (m->acts[l].host_x)
         ITH_TRY(move_from_host(ctx, &m->acts[l]));
+    ITH_TRY(ith_model_gather_layer(m, ctx, l));
+    ITH_TRY(ith_model_open_grads(m, ctx, l));
     ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));
     ITH_TRY(mlp_backward(m, ctx, b, l, dx));
     ITH_TRY(attention_backward(m, ctx, b, l, &in, have_in, dx));
+    ITH_TRY(ith_model_close_grads(m, ctx, l));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
     ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->acts[l].mark);

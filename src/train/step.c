@@ -23,13 +23,19 @@ static ith_status push_1d(ith_ctx *ctx, ith_mem_class c, const char *name, ith_d
 static ith_status place_optimizer(ith_step *s)
 {
     ith_ctx *ctx = s->ctx;
-    int64_t n = s->model->num_elements;
+    ith_model *model = s->model;
+    int64_t n = model->shard ? ith_shard_elements(model->shard) : model->num_elements;
     ith_dtype moments = s->config.bf16_moments ? ITH_BF16 : ITH_F32;
     s->master = ith_tensor_none();
     if (s->model->dtype != ITH_F32 && s->config.fp32_master)
         ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "master weights", ITH_F32, n, &s->master));
     ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "AdamW m", moments, n, &s->m));
     ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "AdamW v", moments, n, &s->v));
+    const T all[] = {s->master, s->m, s->v, model->w};
+    model->num_sharded = 0;
+    for (int i = 0; model->shard && i < 4; i++)
+        if (all[i].ndim && all[i].shape[0] == n)
+            model->sharded[model->num_sharded++] = all[i];
     if (ith_ctx_counting(ctx))
         return ITH_OK;
     ITH_TRY(ith_zero(ctx, s->m));
@@ -102,10 +108,32 @@ static ith_status walk_micro(ith_step *s, bool training)
     return ITH_OK;
 }
 
+/* The update of what this rank has of the optimizer, block by block. */
+static ith_status update_shard(ith_step *s, ith_adamw_hyper hyper)
+{
+    ith_ctx *ctx = s->ctx;
+    ith_model *m = s->model;
+    for (int64_t b = 0; b < s->shard.num_blocks; b++)
+        ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, ith_shard_slice(&s->shard, b, m->grad)));
+    ITH_TRY(ith_mesh_sum_world(s->config.mesh, ctx, s->sumsq));
+    ITH_TRY(ith_clip_scale(ctx, s->norm, s->scale, s->sumsq, s->config.max_grad_norm));
+    for (int64_t b = 0; b < s->shard.num_blocks; b++)
+        ITH_TRY(ith_adamw(ctx, ith_shard_slice(&s->shard, b, m->w),
+                          ith_shard_slice(&s->shard, b, s->master),
+                          ith_shard_slice(&s->shard, b, s->m), ith_shard_slice(&s->shard, b, s->v),
+                          ith_shard_slice(&s->shard, b, m->grad), s->scale, hyper, s->config.seed,
+                          ith_shard_slice_first(&s->shard, b), true));
+    if (m->zero_stage == 1) /* the slices of the others */
+        ITH_TRY(ith_zero(ctx, m->grad));
+    return ith_model_refresh_weights(m, ctx);
+}
+
 static ith_status update(ith_step *s, ith_adamw_hyper hyper)
 {
     ith_ctx *ctx = s->ctx;
     ITH_TRY(ith_zero(ctx, s->sumsq));
+    if (s->model->shard)
+        return update_shard(s, hyper);
     ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, s->model->grad));
     ITH_TRY(ith_clip_scale(ctx, s->norm, s->scale, s->sumsq, s->config.max_grad_norm));
     return ith_adamw(ctx, s->model->w, s->master, s->m, s->v, s->model->grad, s->scale, hyper,
@@ -277,6 +305,25 @@ static ith_status plan_step(ith_step *s, bool plan_only)
     return plan_only || total <= limit ? ITH_OK : refuse_too_large(s, limit);
 }
 
+static ith_status cut_model(ith_step *s)
+{
+    ith_model *m = s->model;
+    int64_t layers = m->config->num_hidden_layers, *blocks = NULL;
+    m->shard = NULL;
+    m->zero_stage = 0;
+    if (s->config.zero_stage == 0 || ith_world_size(s->config.mesh) == 1)
+        return ITH_OK;
+    ITH_TRY(ith_alloc_zero((void **)&blocks, layers + 3, sizeof *blocks, "blocks", s->ctx->err));
+    ith_model_blocks(m, blocks);
+    ith_status status = ith_shard_init(&s->shard, s->config.mesh, blocks, layers + 2, s->ctx->err);
+    ith_free(blocks);
+    if (status != ITH_OK)
+        return status;
+    m->shard = &s->shard;
+    m->zero_stage = s->config.zero_stage;
+    return ITH_OK;
+}
+
 ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
                            const ith_step_config *config, bool plan_only)
 {
@@ -293,6 +340,7 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
     if (s->config.chunk_rows <= 0)
         s->config.chunk_rows = DEFAULT_CHUNK_ROWS;
     s->config.chunk_rows = ith_min_i64(s->config.chunk_rows, ith_max_i64(config->max_labels, 1));
+    ITH_TRY_OUT(cut_model(s));
     ITH_TRY_OUT(plan_step(s, plan_only));
     if (!plan_only) {
         ITH_TRY_OUT(ith_plan_commit(ctx->plan, ctx->err));
@@ -307,6 +355,8 @@ out:
 
 void ith_step_destroy(ith_step *step)
 {
+    if (step)
+        ith_shard_deinit(&step->shard);
     ith_free(step);
 }
 
@@ -358,9 +408,10 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
 ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch)
 {
     ITH_ASSERT(step->config.training);
-    if (batch->num_tokens == 0)
+    /* From stage 2 on layers are reduced and gathered by all ranks in every walk. */
+    if (batch->num_tokens == 0 && step->model->zero_stage < 2)
         return ITH_OK;
-    step->num_micro++;
+    step->num_micro += batch->num_tokens > 0;
     ITH_TRY(upload(step, batch, step->weight_sum > 0 ? step->weight_sum : 1.0));
     return walk_micro(step, true);
 }
@@ -372,7 +423,7 @@ ith_status ith_step_reduce(ith_step *step)
     step->reduced = true;
     if (ith_world_size(mesh) == 1)
         return ITH_OK;
-    ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->model->grad));
+    ITH_TRY(ith_model_reduce_grads(step->model, step->ctx));
     ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->loss_sum));
     /* Every rank of a cp group holds the balance of the whole group. */
     ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->balance_sum));
@@ -412,7 +463,7 @@ ith_status ith_step_eval(ith_step *step, const ith_micro_batch *batch, double *l
     ith_device *d = step->ctx->device;
     double sum = 0;
     ITH_ASSERT(step->config.evaluates || !step->config.training);
-    if (batch->num_tokens == 0)
+    if (batch->num_tokens == 0 && step->model->zero_stage < 3)
         return ITH_OK;
     ITH_TRY(upload(step, batch, 1.0));
     ITH_TRY(ith_zero(step->ctx, step->loss_sum));

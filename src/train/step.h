@@ -20,6 +20,7 @@
 
 typedef struct {
     const ith_mesh *mesh; /* borrowed; NULL: one rank */
+    int zero_stage;       /* 1: optimizer cut among the ranks; 2: gradients too; 3: weights too */
     /* of a micro-batch; under context parallelism of the whole one, which the group shares */
     int64_t max_tokens, max_docs, max_labels, max_doc_tokens;
     int64_t chunk_rows;   /* rows of logits at a time; 0: chosen */
@@ -47,7 +48,9 @@ typedef struct ith_step {
     ith_step_config config;
     /* what the plan chose, from the last layer down; the rest keeps its input on the host */
     int64_t layers_keep_all, layers_keep_attention, layers_keep_input;
-    /* flat optimizer buffers, the layout of model->w; master absent for f32 models */
+    ith_shard shard;
+    /* flat optimizer buffers, whole or (zero_stage > 0) this rank's shard; master absent for f32
+     * models */
     ith_tensor master, m, v;
     /* device: batch, accumulators */
     ith_batch batch;

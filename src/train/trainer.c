@@ -127,8 +127,6 @@ static ith_status micro_batches(run *r, const ith_batch_step *bs, totals *mine, 
     for (int64_t j = 0; j < bs->num_micro; j++) {
         ith_micro_batch b;
         ITH_TRY(ith_trainer_agree(t, ith_batcher_fill(t->batcher, j, &b, err), err));
-        if (b.num_tokens == 0)
-            continue;
         ITH_TRY(alone(t, ith_step_micro(t->step, &b)));
         mine->tokens += (double)b.num_tokens;
         mine->labels += (double)b.num_labels;
@@ -246,12 +244,30 @@ static ith_status evaluate(run *r, ith_error *err)
     return r->report ? ith_run_report_add(r->report, &row, err) : ITH_OK;
 }
 
+/* Rank 0 has written, or failed to; the others have served what it read of their shards. */
+static ith_status end_serving(ith_trainer *t, ith_status status, ith_error *err)
+{
+    ith_error unheard = {0};
+    ith_ctx ctx = t->session.ctx;
+    ctx.err = status == ITH_OK ? err : &unheard;
+    ITH_TRY(alone(t, ith_model_serve_end(t->model, &ctx)));
+    return ith_trainer_agree(t, status, err);
+}
+
+static ith_status serve(ith_trainer *t, ith_error *err)
+{
+    ITH_TRY(alone(t, ith_model_serve(t->model, &t->session.ctx)));
+    return ith_trainer_agree(t, ITH_OK, err);
+}
+
 static ith_status save(run *r, ith_error *err)
 {
     ith_status status = r->report ? ith_run_report_write(r->report, err) : ITH_OK;
-    if (status == ITH_OK && ith_trainer_is_first(r->t))
+    if (!ith_trainer_is_first(r->t))
+        return serve(r->t, err);
+    if (status == ITH_OK)
         status = ith_trainer_save(r->t, &r->at, err);
-    ITH_TRY(ith_trainer_agree(r->t, status, err));
+    ITH_TRY(end_serving(r->t, status, err));
     ith_trainer_say(r->hooks, "saved %s/checkpoint-%lld", r->t->config->output_dir,
                     (long long)r->at.step);
     return ITH_OK;
@@ -343,6 +359,7 @@ ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_r
         ITH_TRY(alone(t, ith_comm_all_reduce(t->mesh->world, &r.matmul_rate, 1, ITH_F64,
                                              ITH_REDUCE_SUM, err)));
     ITH_TRY(ith_trainer_agree(t, begin(&r, err), err));
+    ITH_TRY(alone(t, ith_model_refresh_weights(t->model, &t->session.ctx)));
     ith_status status = ITH_OK;
     if (ith_trainer_is_first(t))
         status = ith_run_report_open(&r.report, c->output_dir, r.at.step,
@@ -354,8 +371,9 @@ ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_r
         status = ith_fail(err, ITH_ERR_RUN, "no optimizer step was done");
     if (status == ITH_OK && !r.result.stopped) {
         if (ith_trainer_is_first(t))
-            status = ith_trainer_export(t, c->output_dir, err);
-        status = ith_trainer_agree(t, status, err);
+            status = end_serving(t, ith_trainer_export(t, c->output_dir, err), err);
+        else
+            status = serve(t, err);
         ith_trainer_say(
             hooks, status == ITH_OK ? "wrote the model to %s" : "could not write the model to %s",
             c->output_dir);

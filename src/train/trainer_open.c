@@ -130,6 +130,7 @@ static ith_step_config step_config(const ith_trainer *t)
         e = ith_batcher_limits(t->eval_batcher);
     ith_step_config s = {
         .mesh = t->mesh,
+        .zero_stage = ith_config_zero_stage(c),
         .max_tokens = ith_max_i64(a.max_tokens, e.max_tokens),
         .max_docs = ith_max_i64(a.max_docs, e.max_docs),
         .max_labels = ith_max_i64(a.max_labels, e.max_labels),
@@ -203,6 +204,11 @@ static ith_status check_mesh(const ith_trainer *t, ith_error *err)
         return ith_config_fail(t->config, "cp_size", err,
                                "%lld is more than num_attention_heads %lld (use at most that many)",
                                (long long)t->layout.cp_size, (long long)t->hf.num_attention_heads);
+    if (t->mesh && t->config->verify && ith_config_zero_stage(t->config) > 0)
+        return ith_config_fail(t->config, "verify", err,
+                               "true reads whole buffers, zero_stage %d cuts them (use zero_stage "
+                               "0, or false)",
+                               ith_config_zero_stage(t->config));
     return ITH_OK;
 }
 
@@ -233,11 +239,12 @@ static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
     ith_trainer_say(
         hooks,
         "ranks: %lld = dp %lld x cp %lld over %s; attention: %s, %lld query and %lld "
-        "key heads a rank; %lld samples a step, %lld micro-batches a rank",
+        "key heads a rank; zero_stage %d; %lld samples a step, %lld micro-batches a rank",
         (long long)t->mesh->world_size, (long long)t->mesh->dp_size, (long long)t->mesh->cp_size,
         t->mesh->world ? t->mesh->world->driver->name : "-",
         t->mesh->cp_size > 1 ? "ulysses" : "local", (long long)h.q_count, (long long)h.kv_count,
-        (long long)t->layout.global_batch_size, (long long)t->layout.grad_accum);
+        ith_config_zero_stage(t->config), (long long)t->layout.global_batch_size,
+        (long long)t->layout.grad_accum);
 }
 
 /* Rank 0 first: it fills the caches on disk that the others then read. */

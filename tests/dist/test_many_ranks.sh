@@ -59,21 +59,28 @@ same() {
 train one || { cat "$work/one.out"; exit 1; }
 grep -q '"loss"' "$work/one/trainer_log.jsonl" || { echo "no loss in trainer_log.jsonl"; exit 1; }
 for layout in "dp2 dp_size=2" "cp2 cp_size=2" "cp3 cp_size=3" "cp4 cp_size=4" "dp2cp2 dp_size=2 cp_size=2" "dp8 ranks=8" \
-    "recompute cp_size=2 recompute=full" "verify dp_size=2 verify=true"; do
+    "recompute cp_size=2 recompute=full" "verify dp_size=2 verify=true" "zero1 dp_size=2 zero_stage=1" \
+    "zero2 dp_size=2 cp_size=2 zero_stage=2" "zero3 dp_size=2 cp_size=2 zero_stage=3" "zero3dp8 ranks=8 zero_stage=3"; do
     # shellcheck disable=SC2086
     set -- $layout
     train "$@" || { fail "$layout ended with $?"; tail -3 "$work/$1.out"; continue; }
     same "$1"
 done
 
-# A checkpoint of cp 3 goes on with other layouts: the second half has the same losses.
-for layout in "resume1 ranks=1" "resume4 cp_size=4" "resume2x2 dp_size=2 cp_size=2"; do
+# A checkpoint goes on with other layouts and stages: the second half has the same losses.
+for layout in "cp3 resume1 ranks=1" "cp3 resume4 cp_size=4" "cp3 resume2x2 dp_size=2 cp_size=2" "zero3 unzero ranks=1" \
+    "zero3 rezero cp_size=3 zero_stage=2" "one zeroed dp_size=2 cp_size=2 zero_stage=3"; do
     # shellcheck disable=SC2086
     set -- $layout
-    mkdir -p "$work/$1" && cp -r "$work/cp3/checkpoint-2" "$work/$1/" && cp "$work/cp3/trainer_log.jsonl" "$work/$1/"
+    from=$1
+    shift
+    mkdir -p "$work/$1" && cp -r "$work/$from/checkpoint-2" "$work/$1/" && cp "$work/$from/trainer_log.jsonl" "$work/$1/"
     train "$@" resume_from_checkpoint=auto || { fail "$layout ended with $?"; tail -3 "$work/$1.out"; continue; }
     grep -q "resumed .*checkpoint-2" "$work/$1.out" || fail "$1: did not resume"
     same "$1"
+done
+for name in cp3 zero3; do # rank 0 has put the shards together: the same tensors as of one rank, up to rounding
+    [ "$(stat -c %s "$work/$name/model.safetensors")" = "$(stat -c %s "$work/one/model.safetensors")" ] || fail "$name: model.safetensors"
 done
 
 # Wrong requests: exit 2 (1 for a run that failed), and one line, once.

@@ -1,7 +1,7 @@
 /* golden_check.c - runs directories of reference vectors and prints each error beside its bound.
  *
  *     golden_check [device=cpu|cuda] [dtype=float32|bfloat16] [threads=N]
- * [keep=all|attention|input|host] [chunk=N] [cp=N] DIR...
+ * [keep=all|attention|input|host] [chunk=N] [cp=N] [zero=N] DIR...
  *
  * Under mpirun the ranks are dp x cp: documents are dealt to the dp groups, each document's tokens
  * are sliced over the cp ranks. The same values must come out, within the same bounds.
@@ -37,6 +37,7 @@ typedef struct {
     ith_dtype dtype;
     int threads, keep;
     int64_t chunk, cp;
+    int zero;       /* zero_stage */
     bool reference; /* plain operators: the yardstick of bf16 */
     const ith_mesh *mesh;
 } options;
@@ -189,6 +190,7 @@ static void open_bench(bench *b, const golden *g, const options *o, const ith_mi
     die_on(ith_model_create(&b->model, &g->config, o->dtype,
                             ith_max_i64(batch->num_tokens, GREEDY_CAPACITY), &err));
     ith_step_config c = {.mesh = o->mesh,
+                         .zero_stage = o->zero,
                          .max_tokens = batch->num_tokens,
                          .max_docs = batch->num_docs,
                          .max_labels = ith_max_i64(batch->num_labels, 1),
@@ -200,6 +202,7 @@ static void open_bench(bench *b, const golden *g, const options *o, const ith_mi
                          .max_grad_norm = (float)max_grad_norm};
     die_on(ith_step_create(&b->step, b->model, &b->session.ctx, &c, false));
     die_on(ith_model_load(b->model, &b->session.ctx, g->weights, b->model->w, b->step->master));
+    die_on(ith_model_refresh_weights(b->model, &b->session.ctx));
 }
 
 static void close_bench(bench *b)
@@ -221,6 +224,27 @@ static float *floats(ith_ctx *ctx, ith_tensor t)
     die_on(ctx->device->sync(ctx->device, &err));
     ith_convert(out, ITH_F32, raw, t.dtype, n);
     ith_free(raw);
+    return out;
+}
+
+/* The same of a flat buffer, whichever ranks have it: whole on every rank. */
+static float *whole(bench *b, ith_tensor flat)
+{
+    ith_model *m = b->model;
+    ith_shard *s = m->shard;
+    ith_ctx *ctx = &b->session.ctx;
+    if (!s)
+        return floats(ctx, flat);
+    bool is_shard = flat.shape[0] != m->num_elements;
+    float *mine = floats(ctx, flat), *out = ith_calloc(m->num_elements, 4);
+    for (int64_t block = 0; block < s->num_blocks; block++) {
+        int64_t first = s->block_first[block], slice = ith_shard_slice_first(s, block),
+                n = s->shard_first[block + 1] - s->shard_first[block];
+        memcpy(out + slice, mine + (is_shard ? s->shard_first[block] : slice), (size_t)n * 4);
+        die_on(ith_shard_gather(
+            s, ctx, block, ith_tensor_1d(out + first, ITH_F32, s->block_first[block + 1] - first)));
+    }
+    ith_free(mine);
     return out;
 }
 
@@ -325,7 +349,7 @@ static void check_pieces(bench *b, ith_tensor flat, const char *dir, const char 
     ith_st_reader *reader = NULL;
     ith_path_join(&path, dir, sub);
     die_on(ith_st_open(&reader, path.data, &err));
-    float *all = floats(&b->session.ctx, flat);
+    float *all = whole(b, flat);
     double worst = 0;
     for (int64_t i = 0; i < b->model->num_pieces; i++) {
         const ith_hf_piece *p = &b->model->pieces[i];
@@ -575,6 +599,8 @@ static int run_dirs(int argc, char **argv, options *o, ith_comm *world)
             o->threads = (int)strtol(eq + 1, NULL, 10);
         else if (eq && strncmp(a, "chunk=", 6) == 0)
             o->chunk = strtoll(eq + 1, NULL, 10);
+        else if (eq && strncmp(a, "zero=", 5) == 0)
+            o->zero = (int)strtol(eq + 1, NULL, 10);
         else if (eq && strncmp(a, "cp=", 3) == 0)
             o->cp = strtoll(eq + 1, NULL, 10);
         else if (eq && strncmp(a, "keep=", 5) == 0)
