@@ -98,7 +98,7 @@ static ith_status run(const ith_config *config, ithaca_train_hooks *hooks, ith_r
     ith_trainer t;
     for (int i = 0; i < ith_config_num_notes(config); i++)
         ith_log(ITH_LOG_INFO, "config", "%s", ith_config_note(config, i));
-    ITH_TRY(ith_trainer_open(&t, config, NULL, false, &h, err));
+    ITH_TRY(ith_trainer_open(&t, config, false, &h, err));
     ith_status status = ith_trainer_store_config(config, err);
     if (status == ITH_OK)
         status = ith_trainer_run(&t, &h, result, err);

@@ -60,7 +60,7 @@ static ith_status plan(const ith_config *config, ith_error *err)
     ith_buf out = {0};
     ITH_TRY(ith_config_dump(config, &out, err));
     ith_buf_puts(&out, "\n");
-    ith_status status = ith_trainer_open(&t, config, NULL, true, NULL, err);
+    ith_status status = ith_trainer_open(&t, config, true, NULL, err);
     if (status == ITH_OK) {
         ith_buf_printf(&out, "model: %s, %.3g parameters, %lld layers, vocabulary %lld\n",
                        t.hf.model_type, (double)t.model->num_weights,

@@ -101,7 +101,7 @@ static ith_status train(const ith_config *config, ith_comm *world, ith_error *er
     ith_run_result result;
     for (int i = 0; speaks && i < ith_config_num_notes(config); i++)
         ith_log(ITH_LOG_INFO, "config", "%s", ith_config_note(config, i));
-    ITH_TRY(ith_trainer_open(&t, config, world, false, &hooks, err));
+    ITH_TRY(ith_trainer_open_rank(&t, config, world, false, &hooks, err));
     ith_buf table = {0};
     ith_memory_table(&t, &table);
     if (speaks)

@@ -257,8 +257,14 @@ static ith_status open_data_in_turn(ith_trainer *t, ith_error *err)
     return ith_trainer_is_first(t) ? ITH_OK : open_data(t, err);
 }
 
-ith_status ith_trainer_open(ith_trainer *t, const ith_config *config, ith_comm *world,
-                            bool plan_only, const ith_trainer_hooks *hooks, ith_error *err)
+ith_status ith_trainer_open(ith_trainer *t, const ith_config *config, bool plan_only,
+                            const ith_trainer_hooks *hooks, ith_error *err)
+{
+    return ith_trainer_open_rank(t, config, NULL, plan_only, hooks, err);
+}
+
+ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_comm *world,
+                                 bool plan_only, const ith_trainer_hooks *hooks, ith_error *err)
 {
     memset(t, 0, sizeof *t);
     t->config = config;
