@@ -307,7 +307,10 @@ static ith_status walk_attention(bench *b, bool uneven)
     a.t[6] = ith_split_heads(ith_col_range(dqkv, 0, q_cols), m->heads_q);
     a.t[7] = ith_split_heads(ith_col_range(dqkv, q_cols, q_cols + kv_cols), m->heads_kv);
     a.t[8] = ith_split_heads(ith_col_range(dqkv, q_cols + kv_cols, all), m->heads_kv);
-    a.seqs = (ith_seqs){docs_at, cu, docs, b->doc + (uneven ? 7 : 0)};
+    a.seqs = (ith_seqs){.cu_seqlens = docs_at,
+                        .cu_host = cu,
+                        .num_docs = docs,
+                        .max_len = b->doc + (uneven ? 7 : 0)};
     ITH_TRY(timed(b, uneven ? "attention packed fwd" : "attention batch fwd", attn_fwd, &a, 0, attn,
                   582e12));
     ITH_TRY(timed(b, uneven ? "attention packed bwd" : "attention batch bwd", attn_bwd, &a, 0,

@@ -176,7 +176,8 @@ static void bench_attention(bench *b)
 {
     int32_t *cu = bench_filled(2, ITH_I32);
     cu[1] = (int32_t)b->t;
-    ith_seqs seqs = {ith_tensor_1d(cu, ITH_I32, 2), cu, 1, b->t};
+    ith_seqs seqs = {
+        .cu_seqlens = ith_tensor_1d(cu, ITH_I32, 2), .cu_host = cu, .num_docs = 1, .max_len = b->t};
     ith_tensor q = heads_of(b, b->heads), k = heads_of(b, b->kv_heads),
                v = heads_of(b, b->kv_heads);
     ith_tensor o = heads_of(b, b->heads), dq = heads_of(b, b->heads), g = heads_of(b, b->heads);

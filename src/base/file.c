@@ -232,6 +232,13 @@ ith_status ith_map_open(ith_map *map, const char *path, ith_error *err)
     return ITH_OK;
 }
 
+void ith_map_forget(const void *data, int64_t bytes)
+{
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)data / page * page;
+    if (bytes > 0)
+        (void)madvise((void *)first, (uintptr_t)data + (uintptr_t)bytes - first, MADV_DONTNEED);
+}
+
 void ith_map_close(ith_map *map)
 {
     if (map->data)

@@ -42,6 +42,8 @@ typedef struct {
 } ith_map;
 ith_status ith_map_open(ith_map *map, const char *path, ith_error *err);
 void ith_map_close(ith_map *map);
+/* The pages of part of a mapping may leave memory; reading them again is fine. */
+void ith_map_forget(const void *data, int64_t bytes);
 
 /* Atomic file writer, buffered. After a failed write only abort is allowed; abort after commit does
  * nothing. */

@@ -82,3 +82,87 @@ void ith_sha256_hex(ith_sha256 *h, char out[65])
     }
     out[64] = '\0';
 }
+
+/* ---- XXH64 ---- */
+
+static const uint64_t prime[5] = {0x9E3779B185EBCA87u, 0xC2B2AE3D27D4EB4Fu, 0x165667B19E3779F9u,
+                                  0x85EBCA77C2B2AE63u, 0x27D4EB2F165667C5u};
+
+static uint64_t rotate_left(uint64_t x, int n)
+{
+    return (x << n) | (x >> (64 - n));
+}
+
+static uint64_t read_u64(const uint8_t *p)
+{
+    uint64_t x = 0;
+    memcpy(&x, p, sizeof x); /* the machines we build for are little-endian */
+    return x;
+}
+
+static uint64_t hash64_round(uint64_t lane, uint64_t input)
+{
+    return rotate_left(lane + input * prime[1], 31) * prime[0];
+}
+
+static void hash64_stripe(ith_hash64 *h, const uint8_t *p)
+{
+    for (int i = 0; i < 4; i++)
+        h->lane[i] = hash64_round(h->lane[i], read_u64(p + 8 * i));
+}
+
+void ith_hash64_init(ith_hash64 *h)
+{
+    memset(h, 0, sizeof *h);
+    h->lane[0] = prime[0] + prime[1];
+    h->lane[1] = prime[1];
+    h->lane[3] = 0 - prime[0];
+}
+
+void ith_hash64_update(ith_hash64 *h, const void *data, int64_t len)
+{
+    const uint8_t *p = data;
+    size_t left = (size_t)len, held = (size_t)(h->total % 32);
+    h->total += (uint64_t)len;
+    if (held) {
+        size_t take = 32 - held < left ? 32 - held : left;
+        memcpy(h->rest + held, p, take);
+        p += take;
+        left -= take;
+        if (held + take < 32)
+            return;
+        hash64_stripe(h, h->rest);
+    }
+    for (; left >= 32; p += 32, left -= 32)
+        hash64_stripe(h, p);
+    if (left)
+        memcpy(h->rest, p, left);
+}
+
+uint64_t ith_hash64_value(const ith_hash64 *h)
+{
+    uint64_t x = prime[4];
+    size_t held = (size_t)(h->total % 32);
+    const uint8_t *p = h->rest;
+    if (h->total >= 32) {
+        x = rotate_left(h->lane[0], 1) + rotate_left(h->lane[1], 7) + rotate_left(h->lane[2], 12) +
+            rotate_left(h->lane[3], 18);
+        for (int i = 0; i < 4; i++)
+            x = (x ^ hash64_round(0, h->lane[i])) * prime[0] + prime[3];
+    }
+    x += h->total;
+    for (; held >= 8; held -= 8, p += 8)
+        x = rotate_left(x ^ hash64_round(0, read_u64(p)), 27) * prime[0] + prime[3];
+    if (held >= 4) {
+        uint32_t word = 0;
+        memcpy(&word, p, sizeof word);
+        x = rotate_left(x ^ (word * prime[0]), 23) * prime[1] + prime[2];
+        held -= 4;
+        p += 4;
+    }
+    for (; held; held--, p++)
+        x = rotate_left(x ^ (*p * prime[4]), 11) * prime[0];
+    x = (x ^ (x >> 33)) * prime[1];
+    x = (x ^ (x >> 29)) * prime[2];
+    return x ^ (x >> 32);
+}

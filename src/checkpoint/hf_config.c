@@ -291,7 +291,7 @@ static ith_status parse_decoder(const json_t *root, ith_hf_config *c, ith_error 
     ITH_TRY(opt_integer(root, "max_position_embeddings", 1, MAX_POSITIONS,
                         &c->max_position_embeddings, err));
     ITH_TRY(opt_bool(root, "tie_word_embeddings", &c->tie_word_embeddings, err));
-    c->bos_token_id = c->pad_token_id = -1;
+    c->bos_token_id = c->pad_token_id = c->mask_token_id = -1;
     ITH_TRY(opt_id(root, "bos_token_id", &c->bos_token_id, err));
     ITH_TRY(opt_id(root, "pad_token_id", &c->pad_token_id, err));
     ITH_TRY(opt_ids(root, "eos_token_id", c->eos_token_ids, &c->num_eos_token_ids, err));
@@ -354,6 +354,106 @@ static ith_status parse_qwen3_moe(const json_t *root, ith_hf_config *c, ith_erro
     return mark_moe_layers(root, c, err);
 }
 
+/* ---- LLaDA2 ----
+ * The published class has defaults that no published model uses (rope_theta 10000, biases on,
+ * dropout 0.1): such keys must be there. */
+
+static ith_status need_number(const json_t *object, const char *key, double low, double high,
+                              double *out, ith_error *err)
+{
+    if (!get(object, key))
+        return ith_fail(err, ITH_ERR_FORMAT, "%s is missing", key);
+    return opt_number(object, key, low, high, out, err);
+}
+
+static ith_status refuse_llada2_options(const json_t *root, ith_error *err)
+{
+    static const char *const off[] = {"use_bias", "use_qkv_bias", "norm_head", "norm_softmax",
+                                      "using_split_qkv_in_self_attention"};
+    for (size_t i = 0; i < sizeof off / sizeof *off; i++) {
+        bool on = false;
+        ITH_TRY(opt_bool(root, off[i], &on, err));
+        if (on)
+            return ith_fail(err, ITH_ERR_UNSUPPORTED, "%s: true is not supported (false is)",
+                            off[i]);
+    }
+    if (!get(root, "use_bias"))
+        return ith_fail(err, ITH_ERR_FORMAT, "use_bias is missing (false is supported)");
+    static const char *const dropouts[] = {"attention_dropout", "embedding_dropout",
+                                           "output_dropout"};
+    for (size_t i = 0; i < sizeof dropouts / sizeof *dropouts; i++) {
+        double value = 0;
+        ITH_TRY(need_number(root, dropouts[i], 0, 1, &value, err));
+        if (value > 0)
+            return ith_fail(err, ITH_ERR_UNSUPPORTED, "%s: %g is not supported (0 is)", dropouts[i],
+                            value);
+    }
+    bool qk_norm = true;
+    ITH_TRY(opt_bool(root, "use_qk_norm", &qk_norm, err));
+    if (!qk_norm)
+        return ith_fail(err, ITH_ERR_UNSUPPORTED, "use_qk_norm: false is not supported (true is)");
+    const json_t *score = get(root, "score_function");
+    if (score && (!json_is_string(score) || strcmp(json_string_value(score), "sigmoid") != 0))
+        return ith_fail(err, ITH_ERR_UNSUPPORTED, "score_function: only \"sigmoid\" is supported");
+    return ITH_OK;
+}
+
+static ith_status parse_llada2_router(const json_t *root, ith_hf_config *c, ith_error *err)
+{
+    ITH_TRY(need_integer(root, "num_experts", 1, 65536, &c->num_experts, err));
+    ITH_TRY(
+        need_integer(root, "num_experts_per_tok", 1, c->num_experts, &c->num_experts_per_tok, err));
+    ITH_TRY(
+        need_integer(root, "moe_intermediate_size", 1, MAX_SIZE, &c->moe_intermediate_size, err));
+    ITH_TRY(need_integer(root, "num_shared_experts", 0, 65536, &c->num_shared_experts, err));
+    c->n_group = 8;
+    c->topk_group = 4;
+    c->routed_scaling_factor = 2.5;
+    c->has_expert_bias = true;
+    ITH_TRY(opt_integer(root, "n_group", 1, c->num_experts, &c->n_group, err));
+    ITH_TRY(opt_integer(root, "topk_group", 1, 65536, &c->topk_group, err));
+    ITH_TRY(opt_number(root, "routed_scaling_factor", 1e-6, 1e6, &c->routed_scaling_factor, err));
+    ITH_TRY(opt_bool(root, "moe_router_enable_expert_bias", &c->has_expert_bias, err));
+    if (c->num_experts % c->n_group || c->num_experts / c->n_group < 2)
+        return ith_fail(err, ITH_ERR_FORMAT,
+                        "n_group: %lld groups of %lld experts (each needs the same number, at "
+                        "least 2)",
+                        (long long)c->n_group, (long long)c->num_experts);
+    if (c->topk_group > c->n_group)
+        return ith_fail(err, ITH_ERR_FORMAT, "topk_group: %lld, but n_group is %lld",
+                        (long long)c->topk_group, (long long)c->n_group);
+    if (c->num_experts_per_tok > c->topk_group * (c->num_experts / c->n_group))
+        return ith_fail(err, ITH_ERR_FORMAT,
+                        "num_experts_per_tok: %lld, but topk_group %lld of n_group %lld leave %lld",
+                        (long long)c->num_experts_per_tok, (long long)c->topk_group,
+                        (long long)c->n_group,
+                        (long long)(c->topk_group * (c->num_experts / c->n_group)));
+    return ITH_OK;
+}
+
+static ith_status parse_llada2(const json_t *root, ith_hf_config *c, ith_error *err)
+{
+    double number = 0;
+    int64_t dense = 0, kv_heads = 0;
+    ITH_TRY(need_number(root, "rms_norm_eps", 0, 1, &number, err));
+    ITH_TRY(need_number(root, "rope_theta", 1, 1e12, &number, err));
+    ITH_TRY(need_integer(root, "num_key_value_heads", 1, 65536, &kv_heads, err));
+    ITH_TRY(refuse_llada2_options(root, err));
+    ITH_TRY(parse_decoder(root, c, err));
+    if (!get(root, "partial_rotary_factor"))
+        c->rope.partial_rotary_factor = 0.5;
+    ITH_TRY(parse_llada2_router(root, c, err));
+    ITH_TRY(opt_integer(root, "first_k_dense_replace", 0, ITH_HF_MAX_LAYERS, &dense, err));
+    for (int64_t l = 0; l < c->num_hidden_layers; l++)
+        c->layer_is_moe[l] = l >= dense;
+    c->norm_topk_prob = c->num_experts_per_tok > 1; /* what the published code does */
+    ITH_TRY(opt_id(root, "mask_token_id", &c->mask_token_id, err));
+    if (c->mask_token_id >= c->vocab_size)
+        return ith_fail(err, ITH_ERR_FORMAT, "mask_token_id: %lld is outside vocab_size %lld",
+                        (long long)c->mask_token_id, (long long)c->vocab_size);
+    return ITH_OK;
+}
+
 static const struct {
     const char *model_type;
     ith_family family;
@@ -361,6 +461,8 @@ static const struct {
 } families[] = {
     {"qwen3", ITH_FAMILY_QWEN3, parse_qwen3},
     {"qwen3_moe", ITH_FAMILY_QWEN3_MOE, parse_qwen3_moe},
+    {"llada2_moe", ITH_FAMILY_LLADA2, parse_llada2},
+    {"llada2_moe_veomni", ITH_FAMILY_LLADA2, parse_llada2},
 };
 #define NUM_FAMILIES ((int)(sizeof families / sizeof *families))
 

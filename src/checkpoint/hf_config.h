@@ -13,7 +13,7 @@
 #define ITH_HF_MAX_STOP_IDS 16
 #define ITH_HF_MAX_LAYERS 1024
 
-typedef enum { ITH_FAMILY_QWEN3, ITH_FAMILY_QWEN3_MOE } ith_family;
+typedef enum { ITH_FAMILY_QWEN3, ITH_FAMILY_QWEN3_MOE, ITH_FAMILY_LLADA2 } ith_family;
 typedef enum { ITH_ROPE_DEFAULT, ITH_ROPE_LINEAR, ITH_ROPE_YARN } ith_rope_type;
 
 /* Rotary position embedding. The fields below `factor` matter for yarn only. */
@@ -49,6 +49,12 @@ typedef struct {
     bool norm_topk_prob, output_router_logits;
     double router_aux_loss_coef;
     bool layer_is_moe[ITH_HF_MAX_LAYERS];
+
+    /* LLaDA2: sigmoid router with groups, shared experts (num_shared_experts 0: none) */
+    int64_t num_shared_experts, n_group, topk_group;
+    double routed_scaling_factor;
+    bool has_expert_bias;  /* a missing mlp.gate.expert_bias is an error, else it is zero */
+    int64_t mask_token_id; /* of diffusion models, where the file names one; else -1 */
 
     bool has_dtype; /* the file names a dtype */
     ith_dtype dtype;

@@ -12,6 +12,8 @@
 #include "base/log.h"
 #include "cli/answering.h"
 #include "cli/commands.h"
+#include "generate/block_decoder.h"
+#include "model/llada2.h"
 
 typedef struct {
     ith_ids *prompts;
@@ -172,6 +174,112 @@ static ith_status answer_batch(ith_decoder *d, collector *c, const ith_answering
     return ITH_OK;
 }
 
+/* ---- diffusion models ---- */
+
+static ith_status block_settings(const ith_answering *a, const ith_args *args, ith_block_how *how,
+                                 ith_error *err)
+{
+    static const char *const unused[] = {"top-k", "top-p", "min-p", "repetition-penalty"};
+    for (size_t i = 0; i < sizeof unused / sizeof *unused; i++)
+        if (ith_args_given(args, unused[i]))
+            return ith_fail(err, ITH_ERR_USAGE,
+                            "generate: --%s does not work with %s (temperature, threshold and "
+                            "steps do)",
+                            unused[i], a->hf.model_type);
+    int64_t block = ith_args_int(args, "block-size"),
+            mask = ith_llada2_mask_id(&a->hf, a->tokenizer);
+    if (ith_args_given(args, "mask-id"))
+        mask = ith_args_int(args, "mask-id");
+    if (mask < 0 || mask >= a->hf.vocab_size)
+        return ith_fail(err, ITH_ERR_USAGE,
+                        "generate: the model names no mask token (give --mask-id)");
+    *how = (ith_block_how){.block = block,
+                           .steps =
+                               ith_args_given(args, "steps") ? ith_args_int(args, "steps") : block,
+                           .minimal_topk = ith_args_int(args, "minimal-topk"),
+                           .threshold = ith_args_float(args, "threshold"),
+                           .max_new = a->max_new,
+                           .mask_id = (int32_t)mask,
+                           .stop_ids = a->stop_ids,
+                           .num_stop_ids = a->num_stop_ids,
+                           .early_stop = ith_args_flag(args, "early-stop"),
+                           .temperature = a->sampling.do_sample ? a->sampling.temperature : 0,
+                           .seed = a->sampling.seed};
+    return ITH_OK;
+}
+
+/* The answer without its stop id, printed as text or as a JSON row. */
+static ith_status print_block_answer(collector *c, const ith_block_answer *b, int64_t row,
+                                     ith_error *err)
+{
+    ith_buf text = {0}, line = {0};
+    json_t *j = NULL;
+    int64_t n = b->end - b->prompt - b->stopped;
+    ith_status status =
+        ith_tokenizer_decode(c->a->tokenizer, b->row.ids + b->prompt, n, true, &text, err);
+    if (status == ITH_OK && c->live)
+        ith_buf_printf(&line, "%.*s", (int)text.len, text.data ? text.data : "");
+    if (status == ITH_OK && !c->live) {
+        j = json_pack("{s:I, s:o, s:I, s:I, s:s}", "row", (json_int_t)row, "answer",
+                      json_stringn(text.data ? text.data : "", (size_t)text.len), "tokens",
+                      (json_int_t)n, "forwards", (json_int_t)(b->steps + b->commits),
+                      "finish_reason", b->stopped ? "stop" : "length");
+        status = j ? ith_json_dump(j, true, &line, err)
+                   : ith_fail(err, ITH_ERR_MEMORY, "out of memory for an answer");
+    }
+    if (status == ITH_OK) {
+        ith_buf_putc(&line, '\n');
+        status = ith_print(&line, err);
+    }
+    json_decref(j);
+    ith_buf_deinit(&text);
+    ith_buf_deinit(&line);
+    return status;
+}
+
+static ith_status answer_blocks(const ith_answering *a, const ith_args *args, const prompt_list *l,
+                                ith_error *err)
+{
+    ith_block_decoder d = {0};
+    ith_block_how how;
+    ith_block_answer *answers = NULL;
+    collector c = {.a = a, .err = err, .live = ith_args_given(args, "prompt")};
+    int64_t batch = ith_args_int(args, "batch") < l->count ? ith_args_int(args, "batch") : l->count;
+    int64_t tokens = 0, forwards = 0;
+    struct timespec t0, t1;
+    ith_status status = ITH_OK;
+    ITH_TRY(block_settings(a, args, &how, err));
+    ith_decoder_options o = ith_answering_decoder(
+        a, args, batch, ith_block_row_len(l->longest, a->max_new, how.block), batch * l->longest);
+    ITH_TRY_OUT(ith_alloc_zero((void **)&answers, batch, sizeof *answers, "answers", err));
+    ITH_TRY_OUT(ith_block_decoder_open(&d, args->positional[0], &o, how.block, err));
+    clock_gettime(CLOCK_MONOTONIC, &t0);
+    for (int64_t first = 0; first < l->count; first += batch) {
+        int64_t n = l->count - first < batch ? l->count - first : batch;
+        how.first_stream = (uint64_t)first;
+        ITH_TRY_OUT(ith_block_decoder_generate(&d, l->prompts + first, n, &how, answers, err));
+        for (int64_t i = 0; i < n; i++) {
+            if (status == ITH_OK)
+                status = print_block_answer(&c, &answers[i], first + i + 1, err);
+            tokens += answers[i].end - answers[i].prompt - answers[i].stopped;
+            forwards += answers[i].steps + answers[i].commits +
+                        (answers[i].prompt >= how.block); /* its share of the prefill */
+            ith_ids_free(&answers[i].row);
+        }
+        ITH_TRY_OUT(status);
+    }
+    clock_gettime(CLOCK_MONOTONIC, &t1);
+    double s = (double)(t1.tv_sec - t0.tv_sec) + 1e-9 * (double)(t1.tv_nsec - t0.tv_nsec);
+    ith_log(ITH_LOG_INFO, "generate",
+            "%lld prompts, %lld new tokens, %.2f tokens per forward, %.1f tok/s",
+            (long long)l->count, (long long)tokens,
+            (double)tokens / (double)(forwards > 0 ? forwards : 1), (double)tokens / s);
+out:
+    ith_free(answers);
+    ith_block_decoder_close(&d);
+    return status;
+}
+
 static ith_status answer_all(const ith_answering *a, const ith_args *args, const prompt_list *l,
                              ith_error *err)
 {
@@ -217,7 +325,8 @@ static ith_status run_generate(const ith_args *args, ith_error *err)
     if (status == ITH_OK && l.count == 0)
         status = ith_fail(err, ITH_ERR_FORMAT, "%s: no prompt in it", args->positional[1]);
     if (status == ITH_OK)
-        status = answer_all(&a, args, &l, err);
+        status = a.hf.family == ITH_FAMILY_LLADA2 ? answer_blocks(&a, args, &l, err)
+                                                  : answer_all(&a, args, &l, err);
     for (int64_t i = 0; i < l.count; i++)
         ith_ids_free(&l.prompts[i]);
     ith_free(l.prompts);
@@ -236,6 +345,42 @@ static const ith_option options[] = {{.name = "prompt",
                                       .help = "Prompts at a time.",
                                       .min = 1,
                                       .max = 4096},
+                                     {.name = "block-size",
+                                      .type = ITH_OPTION_INT,
+                                      .default_text = "32",
+                                      .help = "Diffusion: tokens of a block, as in training.",
+                                      .min = 1,
+                                      .max = 65536},
+                                     {.name = "threshold",
+                                      .type = ITH_OPTION_FLOAT,
+                                      .default_text = "0.95",
+                                      .help = "Diffusion: tokens more likely than this are written "
+                                              "at once; above 1: none.",
+                                      .min = 0,
+                                      .max = 2},
+                                     {.name = "steps",
+                                      .type = ITH_OPTION_INT,
+                                      .help = "Diffusion: most forwards of a block; unset: one for "
+                                              "each token.",
+                                      .min = 1,
+                                      .max = 65536},
+                                     {.name = "minimal-topk",
+                                      .type = ITH_OPTION_INT,
+                                      .default_text = "1",
+                                      .help = "Diffusion: steps are at most max-new-tokens over "
+                                              "this.",
+                                      .min = 1,
+                                      .max = 65536},
+                                     {.name = "early-stop",
+                                      .type = ITH_OPTION_FLAG,
+                                      .help = "Diffusion: stop within a block once all before the "
+                                              "end token is written."},
+                                     {.name = "mask-id",
+                                      .type = ITH_OPTION_INT,
+                                      .help = "Diffusion: id of the mask token; the model's when "
+                                              "unset.",
+                                      .min = 0,
+                                      .max = 2147483647},
                                      ITH_ANSWERING_OPTIONS,
                                      {.name = NULL}};
 
@@ -245,7 +390,8 @@ const ith_command ith_cmd_generate = {
     .summary = "Answer a prompt or a file of prompts",
     .details = "Rows of a .jsonl FILE hold \"messages\" or \"prompt\"; other files hold one prompt "
                "per line.\n"
-               "Writes one JSON object per prompt: row, answer, tokens, finish_reason.\n",
+               "Writes one JSON object per prompt: row, answer, tokens, finish_reason.\n"
+               "Diffusion models write blocks of tokens; forwards are reported, too.\n",
     .options = options,
     .min_positional = 1,
     .max_positional = 2,

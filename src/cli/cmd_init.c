@@ -47,8 +47,10 @@ static ith_status write_text(const char *dir, const char *name, const char *text
 /* Copies the tokenizer of another directory, or learns one from a text. */
 static ith_status make_tokenizer(const ith_args *args, const char *dir, ith_error *err)
 {
-    static const char *const special[] = {"<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>",
-                                          "</think>"};
+    static const char *const special[] = {"<|endoftext|>", "<|im_start|>", "<|im_end|>",
+                                          "<think>",       "</think>",     "<|mask|>"};
+    bool masks =
+        !ith_args_text(args, "config") && ith_preset_is_diffusion(ith_args_word(args, "size"));
     const char *from = ith_args_text(args, "tokenizer"), *learn = ith_args_text(args, "learn");
     if (!from == !learn)
         return ith_fail(err, ITH_ERR_USAGE,
@@ -59,7 +61,7 @@ static ith_status make_tokenizer(const ith_args *args, const char *dir, ith_erro
         ith_status status = ith_read_file(learn, (int64_t)1 << 32, &text, err);
         if (status == ITH_OK)
             status = ith_bpe_train(text.data, text.len, ith_args_int(args, "vocab-size"), special,
-                                   5, dir, err);
+                                   masks ? 6 : 5, dir, err);
         ith_buf_deinit(&text);
         return status;
     }
@@ -126,9 +128,9 @@ static ith_status write_weights(const ith_model *m, const char *dir, ith_dtype d
     ith_st_writer *w = NULL;
     float *values = NULL;
     char *bytes = NULL;
+    int64_t all = m->num_pieces + m->num_buffers;
     ith_status status = ITH_OK;
-    ITH_TRY_OUT(
-        ith_alloc_zero((void **)&tensors, m->num_pieces, sizeof *tensors, "tensor list", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&tensors, all, sizeof *tensors, "tensor list", err));
     ITH_TRY_OUT(ith_alloc((void **)&values, CHUNK_ELEMENTS * 4, "weights", err));
     ITH_TRY_OUT(ith_alloc((void **)&bytes, CHUNK_ELEMENTS * 4, "weights", err));
     for (int64_t i = 0; i < m->num_pieces; i++) {
@@ -136,9 +138,22 @@ static ith_status write_weights(const ith_model *m, const char *dir, ith_dtype d
             (ith_st_entry){.name = m->pieces[i].hf_name, .dtype = dtype, .ndim = m->pieces[i].ndim};
         memcpy(tensors[i].shape, m->pieces[i].shape, sizeof m->pieces[i].shape);
     }
-    ITH_TRY_OUT(ith_st_writer_create(&w, dir, tensors, m->num_pieces, NULL, err));
-    for (int64_t i = ith_st_writer_next(w); i >= 0; i = ith_st_writer_next(w))
-        ITH_TRY_OUT(write_piece(m, &m->pieces[i], seed, dtype, w, values, bytes, err));
+    for (int64_t i = 0; i < m->num_buffers; i++) { /* zeros, f32 as published */
+        const ith_hf_buffer *b = &m->buffer_list[i];
+        tensors[m->num_pieces + i] =
+            (ith_st_entry){.name = b->hf_name, .dtype = ITH_F32, .ndim = 1, .shape = {b->count}};
+    }
+    ITH_TRY_OUT(ith_st_writer_create(&w, dir, tensors, all, NULL, err));
+    for (int64_t i = ith_st_writer_next(w); i >= 0; i = ith_st_writer_next(w)) {
+        if (i < m->num_pieces) {
+            ITH_TRY_OUT(write_piece(m, &m->pieces[i], seed, dtype, w, values, bytes, err));
+            continue;
+        }
+        int64_t n = m->buffer_list[i - m->num_pieces].count;
+        ITH_ASSERT(n <= CHUNK_ELEMENTS);
+        memset(values, 0, (size_t)n * 4);
+        ITH_TRY_OUT(ith_st_writer_push(w, values, n * 4, err));
+    }
     status = ith_st_writer_commit(w, err);
 out:
     ith_st_writer_destroy(w);
@@ -185,10 +200,15 @@ static ith_status make_config(const ith_args *args, const char *dir, ith_dtype d
         int64_t size = ith_tokenizer_size(tok),
                 vocab = size > 140000 ? 151936 : ith_round_up(size, 64);
         int32_t eos = ith_tokenizer_find(tok, "<|im_end|>");
+        int64_t mask = ith_tokenizer_find(tok, "<|mask|>");
         ith_tokenizer_close(tok);
         ITH_TRY(ith_preset_config(ith_args_word(args, "size"),
                                   ith_max_i64(vocab, ith_round_up(size, 64)), eos, dtype, &config,
                                   err));
+        if (ith_preset_is_diffusion(ith_args_word(args, "size"))) {
+            int64_t last = json_integer_value(json_object_get(config, "vocab_size")) - 1;
+            json_object_set_new(config, "mask_token_id", json_integer(mask >= 0 ? mask : last));
+        }
         char *dump = json_dumps(config, JSON_INDENT(2));
         json_decref(config);
         if (!dump)
@@ -268,7 +288,7 @@ static const ith_option options[] = {{.name = "size",
                                       .letter = 's',
                                       .type = ITH_OPTION_WORD,
                                       .default_text = "small",
-                                      .help = "Shape of a Qwen3 model.",
+                                      .help = "Shape of a Qwen3 or LLaDA2 model.",
                                       .words = ith_preset_words},
                                      {.name = "config",
                                       .letter = 'c',

@@ -7,6 +7,7 @@
 #include "base/checked.h"
 #include "base/env.h"
 #include "base/file.h"
+#include "config/config_dfactory.h"
 #include "config/config_internal.h"
 #include "config/yaml_internal.h"
 
@@ -17,11 +18,15 @@
 #include <strings.h>
 #include <sys/random.h>
 
+#define ITH_MAX_DFACTORY_KEYS 200
+
 typedef struct {
     ith_config config;
     struct ith_config_origin *origin;
     config_problems problems;
     ith_error *err;
+    bool dfactory;
+    const ith_yaml_node *lr_min; /* of a dFactory file; NULL: not given */
 } loader;
 
 /* ---- problems ---- */
@@ -103,8 +108,19 @@ static const foreign_key foreign_keys[] = {
     {"dataset_name", "a TRL file", "that dialect is not built yet"},
 };
 
-/* The dialect is told by its keys. Only LlamaFactory v1 is read so far; the others end here, where
- * their readers will be called. */
+static bool has_map(const ith_yaml_node *root, const char *key)
+{
+    const ith_yaml_node *value = ith_yaml_find(root, key);
+    return value && value->kind == ITH_YAML_MAP;
+}
+
+/* dFactory and VeOmni files have sections. */
+static bool is_dfactory(const ith_yaml_node *root)
+{
+    return has_map(root, "model") || has_map(root, "train") || has_map(root, "data");
+}
+
+/* The dialect is told by its keys; the ones that are not read yet end here. */
 static ith_status check_dialect(const ith_yaml_node *root, ith_error *err)
 {
     for (size_t i = 0; i < sizeof foreign_keys / sizeof *foreign_keys; i++)
@@ -118,17 +134,6 @@ static ith_status check_dialect(const ith_yaml_node *root, ith_error *err)
                 err->status = ITH_ERR_UNSUPPORTED;
             return ITH_ERR_UNSUPPORTED;
         }
-    const ith_yaml_node *model = ith_yaml_find(root, "model");
-    const ith_yaml_node *train = ith_yaml_find(root, "train");
-    if ((model && model->kind == ITH_YAML_MAP) || (train && train->kind == ITH_YAML_MAP)) {
-        const ith_yaml_node *at = model && model->kind == ITH_YAML_MAP ? model : train;
-        ith_yaml_fail(at, err,
-                      "%s: this is a dFactory or VeOmni file (that dialect is not built yet)",
-                      at == model ? "model" : "train");
-        if (err)
-            err->status = ITH_ERR_UNSUPPORTED;
-        return ITH_ERR_UNSUPPORTED;
-    }
     return ITH_OK;
 }
 
@@ -271,6 +276,148 @@ static ith_status give_plugin(loader *l, int plugin, const ith_yaml_node *key,
     return ith_config_add_problem(&l->problems, value, status, &err);
 }
 
+/* ---- dFactory and VeOmni files ---- */
+
+static ith_status add_note(loader *l, const ith_yaml_node *where, const char *name, const char *why)
+{
+    struct ith_config_origin *origin = l->origin;
+    ith_error text = {0};
+    ith_yaml_fail(where, &text, "%s: not needed: %s", name, why);
+    void *notes = origin->notes;
+    ith_status status = ith_grow(&notes, &origin->cap_notes, origin->num_notes + 1,
+                                 (int64_t)sizeof *origin->notes, "configuration", l->err);
+    origin->notes = notes;
+    ITH_TRY(status);
+    origin->notes[origin->num_notes] =
+        ith_arena_strndup(&origin->arena, text.text, (int64_t)strlen(text.text));
+    if (!origin->notes[origin->num_notes])
+        return ith_fail(l->err, ITH_ERR_MEMORY, "out of memory while reading the configuration");
+    origin->num_notes++;
+    return ITH_OK;
+}
+
+/* A value written by us that stands at the place of `where`. */
+static ith_status give_text(loader *l, const char *to, const ith_yaml_node *where, const char *text)
+{
+    ith_yaml yaml = {0};
+    ITH_TRY(ith_yaml_parse_at(&yaml, text, (int64_t)strlen(text), where->file, where, l->err));
+    ITH_TRY(keep_yaml(l, &yaml));
+    return give(l, to, where, yaml.root);
+}
+
+/* `only` as a word or a number; lists of one count as their item. */
+static bool is_value(const ith_yaml_node *node, const char *only)
+{
+    if (node->kind == ITH_YAML_SEQ && node->count == 1)
+        node = node->items[0];
+    double wanted = 0, found = 0;
+    if (node->kind != ITH_YAML_SCALAR)
+        return false;
+    if (strcmp(node->text, only) == 0)
+        return true;
+    return ith_yaml_parse_float(only, &wanted) &&
+           ith_yaml_get_float(node, "", -1e300, 1e300, &found, NULL) == ITH_OK && found == wanted;
+}
+
+static ith_status fail_dfactory(loader *l, const ith_yaml_node *key, const char *name)
+{
+    const char *names[ITH_MAX_DFACTORY_KEYS];
+    ith_error err = {0};
+    const char *near =
+        ith_nearest_name(name, names, ith_dfactory_names(names, ITH_MAX_DFACTORY_KEYS));
+    ith_status status =
+        near ? ith_yaml_fail(key, &err, "%.80s: unknown key (did you mean %s?)", name, near)
+             : ith_yaml_fail(key, &err, "%.80s: unknown key of dFactory and VeOmni files", name);
+    return ith_config_add_problem(&l->problems, key, status, &err);
+}
+
+/* name: "train.lr". */
+static ith_status give_dfactory(loader *l, const char *name, const ith_yaml_node *key,
+                                const ith_yaml_node *value)
+{
+    const dfactory_key *k = ith_dfactory_find(name);
+    char found[80];
+    ith_error err = {0};
+    if (!k)
+        return fail_dfactory(l, key, name);
+    if (k->is_lr_min) {
+        l->lr_min = value;
+        return ITH_OK;
+    }
+    if (k->only && !is_value(value, k->only)) {
+        ith_status status =
+            ith_yaml_fail(value, &err, "%s: found %s (use %s: %s)", name,
+                          ith_yaml_describe(value, found, sizeof found), k->only, k->note);
+        return ith_config_add_problem(&l->problems, value, status, &err);
+    }
+    if (k->only)
+        return ITH_OK;
+    if (k->note)
+        return add_note(l, key, name, k->note);
+    if (k->yes) {
+        bool on = false;
+        ith_status status = ith_yaml_get_bool(value, name, &on, &err);
+        if (status != ITH_OK)
+            return ith_config_add_problem(&l->problems, value, status, &err);
+        return give_text(l, k->to, key, on ? k->yes : k->no);
+    }
+    bool empty = value->kind == ITH_YAML_SCALAR && value->len == 0;
+    if ((k->empty_is_null && empty) || (k->zero_is_null && is_value(value, "0")))
+        return give_text(l, k->to, key, "null");
+    return give(l, k->to, key, value);
+}
+
+static ith_status give_dfactory_file(loader *l, const ith_yaml_node *root)
+{
+    ith_yaml yaml = {0};
+    l->dfactory = true;
+    ITH_TRY(ith_yaml_parse(&yaml, ith_dfactory_defaults, (int64_t)strlen(ith_dfactory_defaults),
+                           "defaults of dFactory", l->err));
+    ITH_TRY(keep_yaml(l, &yaml));
+    for (int64_t i = 0; i < yaml.root->count; i++)
+        ITH_TRY(give(l, yaml.root->pairs[i].key->text, yaml.root->pairs[i].key,
+                     yaml.root->pairs[i].value));
+    for (int64_t s = 0; s < root->count; s++) {
+        const ith_yaml_node *section = root->pairs[s].key, *map = root->pairs[s].value;
+        if (map->kind != ITH_YAML_MAP) {
+            ITH_TRY(fail_dfactory(l, section, section->text));
+            continue;
+        }
+        for (int64_t i = 0; i < map->count; i++) {
+            char name[256];
+            snprintf(name, sizeof name, "%.40s.%.200s", section->text, map->pairs[i].key->text);
+            ITH_TRY(give_dfactory(l, name, map->pairs[i].key, map->pairs[i].value));
+        }
+    }
+    return ITH_OK;
+}
+
+/* lr_min is a rate there, a part of the rate here; a constant rate has none. */
+static ith_status give_lr_min(loader *l)
+{
+    int rate_row = ith_config_find_row("learning_rate", strlen("learning_rate"));
+    int name_row = ith_config_find_row("lr_scheduler_config", strlen("lr_scheduler_config"));
+    int ratio_row = ith_config_find_row("lr_scheduler_config.min_lr_ratio",
+                                        strlen("lr_scheduler_config.min_lr_ratio"));
+    const ith_yaml_node *style = l->origin->given[name_row].value;
+    double rate = 0, least = ITH_DFACTORY_LR_MIN;
+    ith_error err = {0};
+    if (!style || style->kind != ITH_YAML_SCALAR || strcmp(style->text, "constant") == 0 ||
+        l->origin->given[ratio_row].value)
+        return ITH_OK;
+    if (l->lr_min) {
+        ith_status status = ith_yaml_get_float(l->lr_min, "train.lr_min", 0, 1e300, &least, &err);
+        if (status != ITH_OK)
+            return ith_config_add_problem(&l->problems, l->lr_min, status, &err);
+    }
+    const ith_yaml_node *where = l->origin->given[rate_row].value;
+    if (ith_yaml_get_float(where, "", 0, 1e300, &rate, NULL) != ITH_OK || rate <= 0)
+        return ITH_OK; /* reading the rate tells what is wrong with it */
+    char text[40];
+    snprintf(text, sizeof text, "%.17g", least < rate ? least / rate : 1.0);
+    return give_text(l, "lr_scheduler_config.min_lr_ratio", l->lr_min ? l->lr_min : style, text);
+}
+
 static ith_status give_file(loader *l)
 {
     const ith_yaml_node *root = l->origin->file.root;
@@ -278,6 +425,8 @@ static ith_status give_file(loader *l)
         return ITH_OK;
     ITH_TRY(ith_yaml_get_map(root, "this file", l->err));
     ITH_TRY(check_dialect(root, l->err));
+    if (is_dfactory(root))
+        return give_dfactory_file(l, root);
     for (int64_t i = 0; i < root->count; i++) {
         const ith_yaml_node *key = root->pairs[i].key;
         ith_error err = {0};
@@ -313,6 +462,13 @@ static ith_status give_override(loader *l, const char *text)
         return ith_config_add_problem(&l->problems, NULL, status, &err);
     }
     ITH_TRY(keep_yaml(l, &yaml));
+    const char *dot = strchr(name, '.');
+    char section[16] = "";
+    if (dot && dot - name < (ptrdiff_t)sizeof section)
+        snprintf(section, sizeof section, "%.*s", (int)(dot - name), name);
+    if (l->dfactory && (strcmp(section, "model") == 0 || strcmp(section, "data") == 0 ||
+                        strcmp(section, "train") == 0))
+        return give_dfactory(l, name, where, yaml.root);
     return give(l, name, where, yaml.root);
 }
 
@@ -653,22 +809,6 @@ static ith_status read_rows(loader *l)
 
 /* ---- notes ---- */
 
-static ith_status add_note(loader *l, int idx)
-{
-    struct ith_config_origin *origin = l->origin;
-    const config_row *row = &ith_config_rows[idx];
-    ith_error text = {0};
-    ith_yaml_fail(origin->given[idx].key, &text, "%s: not needed: %s", row->name, row->why);
-    void *notes = origin->notes;
-    ith_status status = ith_grow(&notes, &origin->cap_notes, origin->num_notes + 1,
-                                 (int64_t)sizeof *origin->notes, "configuration", l->err);
-    origin->notes = notes;
-    ITH_TRY(status);
-    ITH_TRY(copy_text(l, text.text, strlen(text.text), &origin->notes[origin->num_notes]));
-    origin->num_notes++;
-    return ITH_OK;
-}
-
 /* One note for a map, none for its single keys. */
 static ith_status add_notes(loader *l)
 {
@@ -679,7 +819,8 @@ static ith_status add_notes(loader *l)
             continue;
         ITH_TRY(ith_config_differs(&l->config, i, &differs, l->err));
         if (differs)
-            ITH_TRY(add_note(l, i));
+            ITH_TRY(add_note(l, l->origin->given[i].key, ith_config_rows[i].name,
+                             ith_config_rows[i].why));
     }
     return ITH_OK;
 }
@@ -702,6 +843,8 @@ static ith_status load(loader *l, const char *const *overrides, int num_override
     ITH_TRY(give_file(l));
     for (int i = 0; i < num_overrides; i++)
         ITH_TRY(give_override(l, overrides[i]));
+    if (l->dfactory)
+        ITH_TRY(give_lr_min(l));
     ITH_TRY(read_rows(l));
     if (l->problems.count == 0)
         ITH_TRY(ith_config_check_together(&l->config, &l->problems));

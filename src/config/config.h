@@ -67,6 +67,14 @@ typedef enum { ITH_FSDP_NATIVE, ITH_FSDP_CUSTOM } ith_fsdp_implementation;
 typedef enum { ITH_CP_ULYSSES } ith_cp_mode;
 typedef enum { ITH_SAMPLE_HF, ITH_SAMPLE_VLLM } ith_sample_backend;
 typedef enum { ITH_MTP_NONE, ITH_MTP_ON } ith_mtp_name;
+typedef enum {
+    ITH_DIFFUSION_NONE,
+    ITH_DIFFUSION_BLOCKS,     /* [noisy; clean], block by block */
+    ITH_DIFFUSION_RANDOM_MASK /* the whole sequence, every token sees all */
+} ith_diffusion_name;
+typedef enum { ITH_LOSS_MASKED, ITH_LOSS_INVERSE } ith_diffusion_weight;
+typedef enum { ITH_NORM_STEP, ITH_NORM_MICRO_BATCH } ith_diffusion_normalizer;
+typedef enum { ITH_END_NONE, ITH_END_TOKEN, ITH_END_BLOCK, ITH_END_FULL } ith_diffusion_padding;
 typedef enum { ITH_REPORT_TENSORBOARD = 1 } ith_report_to; /* bits */
 
 typedef struct {
@@ -138,6 +146,18 @@ typedef struct {
     double loss_scale;
 } ith_mtp_config;
 
+/* Training of a diffusion model; see data/noise.h. */
+typedef struct {
+    ith_diffusion_name name;
+    int64_t block_size;
+    double noise_range_low, noise_range_high;
+    bool same_token_labels, complementary;
+    ith_diffusion_weight loss_weight;
+    ith_diffusion_normalizer normalizer;
+    ith_diffusion_padding padding;
+    int64_t mask_token_id; /* ITH_CONFIG_UNSET: the model's own */
+} ith_diffusion_config;
+
 /* Kernels of the Python program; kept for the dump only. */
 typedef struct {
     const char *name; /* comma list, NULL: not given */
@@ -165,6 +185,7 @@ typedef struct {
     ith_peft_config peft;
     ith_quant_config quant;
     ith_mtp_config mtp;
+    ith_diffusion_config diffusion;
     ith_config_dtype dtype;        /* of weights in the step; AUTO: see ith_config_param_dtype */
     ith_config_dtype master_dtype; /* F32: fp32 master copy beside bf16 weights; BF16: none */
     double router_aux_loss_coef;   /* MoE load balancing loss, 0: off */

@@ -126,6 +126,20 @@ static ith_status check_training(ith_config *c, ith_error *err)
     return ITH_OK;
 }
 
+static ith_status check_diffusion(ith_config *c, ith_error *err)
+{
+    const ith_diffusion_config *d = &c->diffusion;
+    if (d->noise_range_low > d->noise_range_high)
+        return ith_config_fail(c, "diffusion_config.noise_range_low", err,
+                               "%g is above noise_range_high %g", d->noise_range_low,
+                               d->noise_range_high);
+    if (d->padding == ITH_END_FULL && c->batching_strategy != ITH_BATCHING_NORMAL &&
+        c->batching_strategy != ITH_BATCHING_PADDING_FREE)
+        return ith_config_fail(c, "diffusion_config.padding", err,
+                               "full beside packed batches (use end or block)");
+    return ITH_OK;
+}
+
 static ith_status check_dist(ith_config *c, ith_error *err)
 {
     if (c->dist.name == ITH_DIST_DEEPSPEED && !c->dist.config_file)
@@ -136,7 +150,7 @@ static ith_status check_dist(ith_config *c, ith_error *err)
 ith_status ith_config_check_together(ith_config *config, config_problems *problems)
 {
     static ith_status (*const checks[])(ith_config *, ith_error *) = {
-        check_training, check_batching, check_schedule, check_eval, check_dist};
+        check_training, check_batching, check_schedule, check_eval, check_dist, check_diffusion};
     for (size_t i = 0; i < sizeof checks / sizeof *checks; i++) {
         ith_error err = {0};
         ITH_TRY(ith_config_add_problem(problems, NULL, checks[i](config, &err), &err));

@@ -76,6 +76,36 @@ const config_row ith_config_rows[] = {
  .help = "Number of heads."},
 {"mtp_config.loss_scale", MODEL, KEY_FLOAT, AT(mtp.loss_scale), "0.3", AT_LEAST_F(0),
  .plugins = "mtp", .help = "Weight of the mean loss of the heads."},
+{"diffusion_config", MODEL, KEY_PLUGIN, AT(diffusion.name), "null", .nullable = true,
+ .words = "- block_diffusion random_mask",
+ .help = "Training of a diffusion model (LLaDA2). block_diffusion: a noisy and a clean copy of each "
+         "sample, block by block. random_mask: masks over the whole sequence, every token sees all. "
+         "null: block_diffusion for such a model."},
+{"diffusion_config.block_size", MODEL, KEY_INT, AT(diffusion.block_size), "32", AT_LEAST(1),
+ .help = "Tokens of a block."},
+{"diffusion_config.noise_range_low", MODEL, KEY_FLOAT, AT(diffusion.noise_range_low), "0.3",
+ FROM_TO(0, 1), .help = "Least share of the answer that is masked; drawn for each sample and epoch."},
+{"diffusion_config.noise_range_high", MODEL, KEY_FLOAT, AT(diffusion.noise_range_high), "0.8",
+ FROM_TO(0, 1), .help = "Largest share of the answer that is masked."},
+{"diffusion_config.same_token_labels", MODEL, KEY_BOOL, AT(diffusion.same_token_labels), "true",
+ .help = "A masked position predicts its own token (LLaDA2). false: the row before it does."},
+{"diffusion_config.complementary", MODEL, KEY_BOOL, AT(diffusion.complementary), "false",
+ .help = "A second copy of each sample, masked exactly where the first is not."},
+{"diffusion_config.loss_weight", MODEL, KEY_ENUM, AT(diffusion.loss_weight), "masked",
+ .words = "masked inverse",
+ .help = "masked: mean over masked tokens. inverse: a masked token weighs 1 / share masked, and the "
+         "mean is over all tokens of the answers (the likelihood bound)."},
+{"diffusion_config.normalizer", MODEL, KEY_ENUM, AT(diffusion.normalizer), "step",
+ .words = "step micro_batch",
+ .help = "step: the mean of the loss is over the whole optimizer step. micro_batch: over each "
+         "micro-batch, then over micro-batches, as dFactory does."},
+{"diffusion_config.padding", MODEL, KEY_ENUM, AT(diffusion.padding), "end",
+ .words = "none end block full",
+ .help = "End tokens trained after an answer: none, one, up to the end of its block, or up to "
+         "cutoff_len (as dFactory does)."},
+{"diffusion_config.mask_token_id", MODEL, KEY_INT, AT(diffusion.mask_token_id), "null", AT_LEAST(0),
+ .nullable = true,
+ .help = "Id of the mask token. null: mask_token_id of config.json, else the tokenizer's <|mask|>."},
 
 /* ---- data ---- */
 {"train_dataset", DATA, KEY_TEXT, AT(train_dataset), "null", .nullable = true,

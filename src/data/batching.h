@@ -62,6 +62,7 @@ typedef struct {
     float *weights;      /* [T] weight of the target of row t, 0 without one */
     int64_t *sample;     /* [num_docs] entry number */
     double weight_sum;   /* of weights */
+    int32_t *noisy;      /* [num_docs] diffusion (noise.h): first rows that are noisy; else NULL */
 } ith_micro_batch;
 
 /* Most that one micro-batch, or one step, of this rank can hold, in any epoch. */

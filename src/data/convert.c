@@ -56,6 +56,7 @@ static const drop_text drop_texts[ITH_DROP_COUNT] = {
     [ITH_DROP_MESSAGE_TAG] = {"unknown speaker", "message"},
     [ITH_DROP_MESSAGE_CALL] = {"function call that is not JSON", "message"},
     [ITH_DROP_TOOLS] = {"tools that are not JSON", "tools column"},
+    [ITH_DROP_KEY] = {"it has no meaning here", "message key"},
 };
 
 const char *ith_converter_name(ith_converter converter)

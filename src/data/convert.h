@@ -51,6 +51,7 @@ typedef enum {
     ITH_DROP_MESSAGE_TAG,  /* unknown speaker */
     ITH_DROP_MESSAGE_CALL, /* function_call whose value is not JSON */
     ITH_DROP_TOOLS,        /* tools column that is not JSON */
+    ITH_DROP_KEY,          /* key of a message that has no meaning here */
     ITH_DROP_COUNT
 } ith_drop;
 

@@ -17,6 +17,9 @@ static bool is_one_of(const char *text, const char *const *names, size_t count)
 static const char *const roles[] = {"system", "user", "assistant", "tool"};
 static const char *const text_types[] = {"text", "reasoning", "tool_call"};
 static const char *const media_types[] = {"image_url", "video_url", "audio_url"};
+static const char *const reasoning_keys[] = {"reasoning_content", "reasoning", "thinking"};
+/* read elsewhere, or of no use to a template */
+static const char *const other_keys[] = {"role", "content", "tool_calls", "tool_call_id", "name"};
 static const char *const weight_keys[] = {"loss_weight", "loss_mask", "loss", "train", "weight"};
 
 #define COUNT(table) (sizeof(table) / sizeof(table)[0])
@@ -175,6 +178,35 @@ static ith_status add_content(conversion *c, json_t *content, const json_t *mess
     return ITH_OK;
 }
 
+/* A key that is not read, loss_maks say, is told and counted. */
+static void note_unknown_keys(conversion *c, const json_t *message, const char *field)
+{
+    const char *key = NULL;
+    json_t *value = NULL;
+    json_object_foreach((json_t *)(uintptr_t)message, key, value)
+    {
+        if (!json_is_null(value) && !is_one_of(key, weight_keys, COUNT(weight_keys)) &&
+            !is_one_of(key, reasoning_keys, COUNT(reasoning_keys)) &&
+            !is_one_of(key, other_keys, COUNT(other_keys)))
+            conv_note(c, ITH_DROP_KEY, "%s.%.60s", field, key);
+    }
+}
+
+static ith_status add_reasoning(conversion *c, json_t *content, const json_t *message,
+                                const char *field)
+{
+    for (size_t i = 0; i < COUNT(reasoning_keys); i++) {
+        json_t *reasoning = conv_get(message, reasoning_keys[i]);
+        char text[96];
+        if (!reasoning)
+            continue;
+        snprintf(text, sizeof text, "%s.%s", field, reasoning_keys[i]);
+        ITH_TRY(conv_want_text(c, reasoning, text));
+        return conv_block(c, content, "reasoning", reasoning);
+    }
+    return ITH_OK;
+}
+
 static ith_status add_message(conversion *c, json_t *list, const json_t *message, const char *field)
 {
     if (!json_is_object(message))
@@ -188,14 +220,10 @@ static ith_status add_message(conversion *c, json_t *list, const json_t *message
                          name ? name : ith_json_type_name(role));
     double weight = strcmp(name, "assistant") == 0;
     ITH_TRY(take_weight(c, message, field, &weight));
-    json_t *content = NULL, *reasoning = conv_get(message, "reasoning_content");
+    note_unknown_keys(c, message, field);
+    json_t *content = NULL;
     ITH_TRY(conv_message(c, list, name, weight, &content));
-    if (reasoning) {
-        char text[96];
-        snprintf(text, sizeof text, "%s.reasoning_content", field);
-        ITH_TRY(conv_want_text(c, reasoning, text));
-        ITH_TRY(conv_block(c, content, "reasoning", reasoning));
-    }
+    ITH_TRY(add_reasoning(c, content, message, field));
     ITH_TRY(add_content(c, content, message, field));
     return add_calls(c, content, message, field);
 }

@@ -74,7 +74,7 @@ static ith_status describe(const ith_samples *s, ith_buf *out, ith_error *err)
     ith_status status = failed ? ith_fail(err, ITH_ERR_MEMORY, "out of memory for the cache")
                                : ith_json_dump(root, false, out, err);
     json_decref(root);
-    while (status == ITH_OK && out->len % 8)
+    while (status == ITH_OK && !out->failed && out->len % 8)
         ith_buf_putc(out, ' ');
     return status == ITH_OK ? ith_buf_check(out, "cache", err) : status;
 }

@@ -49,7 +49,10 @@ static ith_status walk(ith_decoder *d, int64_t tokens, const int32_t *cu, int64_
     ith_batch b = {.num_tokens = tokens,
                    .ids = ith_row_range(d->ids, 0, tokens),
                    .position_ids = ith_row_range(d->position_ids, 0, tokens),
-                   .seqs = {d->cu_seqlens, cu, d->options.batch, max_len}};
+                   .seqs = {.cu_seqlens = d->cu_seqlens,
+                            .cu_host = cu,
+                            .num_docs = d->options.batch,
+                            .max_len = max_len}};
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "last hidden state", m->dtype, 2, tokens,
                          m->config->hidden_size, 1, 1, &hidden));
     ITH_TRY(m->family->decode(m, ctx, &b, &d->cache, ith_row_range(d->rows, 0, tokens), prefill,
@@ -92,6 +95,12 @@ ith_status ith_decoder_open(ith_decoder *d, const char *model_dir,
     ITH_ASSERT(options->batch > 0 && options->capacity > 0 &&
                options->max_append >= options->batch);
     ITH_TRY_OUT(ith_hf_config_load(&d->hf, model_dir, err));
+    if (d->hf.family == ITH_FAMILY_LLADA2) {
+        status = ith_fail(err, ITH_ERR_UNSUPPORTED,
+                          "%s: %s writes blocks, not token by token (use ithaca generate)",
+                          model_dir, d->hf.model_type);
+        goto out;
+    }
     ITH_TRY_OUT(ith_session_open(&d->session, options->device, 0, options->threads, false, err));
     ith_dtype dtype = options->set_dtype
                           ? options->dtype

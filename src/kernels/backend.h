@@ -61,6 +61,10 @@ struct ith_backend {
            bool norm_topk);
     ITH_OP(router_backward, ith_t_ dlogits, ith_t_ dtopk_w, ith_t_ topk_w, ith_t_ topk_idx,
            ith_t_ probs, ith_t_ expert_fraction, float aux_scale, bool norm_topk);
+    ITH_OP(group_router_forward, ith_t_ topk_w, ith_t_ topk_idx, ith_t_ scores, ith_t_ logits,
+           ith_t_ bias, int64_t n_group, int64_t topk_group, float scaling);
+    ITH_OP(group_router_backward, ith_t_ dlogits, ith_t_ dtopk_w, ith_t_ topk_idx, ith_t_ scores,
+           float scaling);
     ITH_OP(expert_load, ith_t_ fraction, ith_t_ mean_prob, ith_t_ offsets, ith_t_ probs,
            float scale);
     ITH_OP(expert_sort, ith_t_ offsets, ith_t_ source, ith_t_ row_of, ith_t_ topk_idx);
@@ -74,6 +78,7 @@ struct ith_backend {
     ITH_OP(clip_scale, ith_t_ norm, ith_t_ scale, ith_t_ sumsq, float max_norm);
     ITH_OP(adamw, ith_t_ w, ith_t_ master, ith_t_ m, ith_t_ v, ith_t_ grad, ith_t_ scale,
            ith_adamw_hyper hyper, uint64_t seed, int64_t first, bool zero_grad);
+    bool block_masks; /* attention knows the block masks of ith_seqs */
 };
 
 /* Plain C, single-threaded, F32/BF16/F64: the meaning of every operator. */

@@ -45,7 +45,46 @@ typedef struct {
     const int32_t *cu_host; /* the same on the host */
     int64_t num_docs;
     int64_t max_len; /* longest document */
+    /* Block masks, for causal attention. Rows of a document are counted in blocks of `block` from
+     * its start; a row sees its own block whole, and the blocks before it. 0 and 1: single rows. */
+    int64_t block;
+    /* Block diffusion: the first noisy[i] rows of document i are masked copies of some of its
+     * blocks, whole ones in order; the rest are its clean rows from position 0. A noisy row sees
+     * its own noisy block and the clean blocks before it, a clean row clean blocks only. position
+     * of a row: in its document, from 0 in both parts. Absent: no noisy rows. */
+    ith_tensor noisy, position; /* [num_docs], [rows] I32 on the device */
+    const int32_t *noisy_host, *position_host;
 } ith_seqs;
+
+/* Keys that a row sees, as rows of its document: [lo[0], hi[0]) and [lo[1], hi[1]). Stretch 0 lies
+ * in the noisy part, stretch 1 in the clean part (of a document without noisy rows: all of it). */
+typedef struct {
+    int64_t lo[2], hi[2];
+} ith_key_range;
+
+/* Row i of a document of len rows, `noisy` of them noisy; position: of row i, read for noisy rows
+ * only. */
+static inline ith_key_range ith_keys_seen(int64_t block, bool causal, int64_t len, int64_t noisy,
+                                          int64_t i, int64_t position)
+{
+    ith_key_range r = {{0, noisy}, {0, len}};
+    int64_t b = block > 1 ? block : 1;
+    if (i < noisy) {
+        r.lo[0] = i / b * b;
+        r.hi[0] = r.lo[0] + b < noisy ? r.lo[0] + b : noisy;
+        r.hi[1] = noisy + position / b * b;
+        r.hi[1] = r.hi[1] < len ? r.hi[1] : len;
+    } else if (causal) {
+        r.hi[1] = noisy + ((i - noisy) / b + 1) * b;
+        r.hi[1] = r.hi[1] < len ? r.hi[1] : len;
+    }
+    return r;
+}
+
+static inline bool ith_seqs_have_blocks(ith_seqs s)
+{
+    return s.block > 1 || s.noisy.ndim != 0;
+}
 
 #ifdef __cplusplus
 }

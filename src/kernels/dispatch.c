@@ -224,8 +224,21 @@ static bool attention_args_fit(ith_tensor q, ith_tensor k, ith_tensor v, ith_ten
            k.shape[0] == q.shape[0] && k.shape[2] == q.shape[2] &&
            is(v, 3, k.shape[0], k.shape[1], k.shape[2]) && q.shape[1] % k.shape[1] == 0 &&
            is_stat(lse, q) && is(lse, 2, q.shape[0], q.shape[1], 0) && seqs.num_docs >= 0 &&
-           seqs.cu_seqlens.dtype == ITH_I32 && is(seqs.cu_seqlens, 1, seqs.num_docs + 1, 0, 0);
+           seqs.cu_seqlens.dtype == ITH_I32 && is(seqs.cu_seqlens, 1, seqs.num_docs + 1, 0, 0) &&
+           (absent(seqs.noisy) ||
+            (seqs.noisy.dtype == ITH_I32 && is(seqs.noisy, 1, seqs.num_docs, 0, 0) &&
+             seqs.position.dtype == ITH_I32 && is(seqs.position, 1, q.shape[0], 0, 0)));
 }
+
+/* A backend without block masks would compute something else. */
+#define NEED_MASK(seqs, causal)                                                                    \
+    do {                                                                                           \
+        ITH_ASSERT((causal) || !ith_seqs_have_blocks(seqs));                                       \
+        if (ith_seqs_have_blocks(seqs) && !ctx->backend->block_masks)                              \
+            return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED,                                         \
+                            "block-diffusion attention is not built for backend %s (use the cpu)", \
+                            ctx->backend->name);                                                   \
+    } while (0)
 
 ith_status ith_attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
                                  ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
@@ -233,6 +246,7 @@ ith_status ith_attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith
 {
     ITH_ASSERT(attention_args_fit(q, k, v, lse, seqs));
     ITH_ASSERT(o.dtype == q.dtype && is(o, 3, q.shape[0], q.shape[1], q.shape[2]));
+    NEED_MASK(seqs, causal);
     RUN(attention_forward, o, lse, q, k, v, seqs, scale, causal);
 }
 
@@ -247,6 +261,7 @@ ith_status ith_attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, it
     ITH_ASSERT(is(dv, 3, k.shape[0], k.shape[1], k.shape[2]) &&
                is(o, 3, q.shape[0], q.shape[1], q.shape[2]));
     ITH_ASSERT(is(do_, 3, q.shape[0], q.shape[1], q.shape[2]));
+    NEED_MASK(seqs, causal);
     RUN(attention_backward, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale, causal);
 }
 
@@ -356,6 +371,31 @@ ith_status ith_router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor dtop
     ITH_ASSERT(absent(expert_fraction) || is(expert_fraction, 1, probs.shape[1], 0, 0));
     RUN(router_backward, dlogits, dtopk_w, topk_w, topk_idx, probs, expert_fraction, aux_scale,
         norm_topk);
+}
+
+ith_status ith_group_router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_idx,
+                                    ith_tensor scores, ith_tensor logits, ith_tensor bias,
+                                    int64_t n_group, int64_t topk_group, float scaling)
+{
+    int64_t tokens = logits.shape[0], experts = logits.shape[1], k = topk_w.shape[1];
+    ITH_ASSERT(logits.ndim == 2 && topk_w.ndim == 2 && topk_idx.dtype == ITH_I32);
+    ITH_ASSERT(scores.dtype == logits.dtype && is(scores, 2, tokens, experts, 0));
+    ITH_ASSERT(topk_w.dtype == logits.dtype && is(topk_w, 2, tokens, k, 0) &&
+               is(topk_idx, 2, tokens, k, 0));
+    ITH_ASSERT(absent(bias) || (bias.dtype == logits.dtype && is(bias, 1, experts, 0, 0)));
+    ITH_ASSERT(n_group > 0 && experts % n_group == 0 && topk_group > 0 && topk_group <= n_group &&
+               k > 0 && k <= topk_group * (experts / n_group));
+    RUN(group_router_forward, topk_w, topk_idx, scores, logits, bias, n_group, topk_group, scaling);
+}
+
+ith_status ith_group_router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor dtopk_w,
+                                     ith_tensor topk_idx, ith_tensor scores, float scaling)
+{
+    ITH_ASSERT(is_act(dlogits) && is(dlogits, 2, scores.shape[0], scores.shape[1], 0));
+    ITH_ASSERT(dtopk_w.dtype == scores.dtype && topk_idx.dtype == ITH_I32 &&
+               is(dtopk_w, 2, scores.shape[0], topk_idx.shape[1], 0) &&
+               is(topk_idx, 2, scores.shape[0], topk_idx.shape[1], 0));
+    RUN(group_router_backward, dlogits, dtopk_w, topk_idx, scores, scaling);
 }
 
 ith_status ith_expert_load(ith_ctx *ctx, ith_tensor fraction, ith_tensor mean_prob,

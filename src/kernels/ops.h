@@ -82,10 +82,11 @@ ith_status ith_linear_backward_weight(ith_ctx *ctx, ith_tensor dw, ith_tensor dy
 
 /* ---- attention over packed documents, grouped queries (flash form: no [T,T] memory)
  * --------------- */
-/* Query head h reads kv head h / (Hq/Hkv); key j is seen by query i of the same document when j <=
- * i (causal). o = softmax(scale * q k^T) v;  lse = log sum exp.      o, q: [T,Hq,Dh] act   k, v:
- * [T,Hkv,Dh] act lse: [T,Hq] f32 values, in a layout that is the backend's own (contiguous memory
- * of T*Hq elements). */
+/* Query head h reads kv head h / (Hq/Hkv); key j is seen by query i of the same document always, or
+ * (causal) when j <= i; with block masks in seqs (ctx.h) when ith_keys_seen says so, computed from
+ * indices and never built; keys outside are not touched on the CPU. o = softmax(scale * q k^T) v;
+ * lse = log sum exp.      o, q: [T,Hq,Dh] act   k, v: [T,Hkv,Dh] act lse: [T,Hq] f32 values, in a
+ * layout that is the backend's own (contiguous memory of T*Hq elements). */
 ith_status ith_attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
                                  ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
                                  bool causal);
@@ -150,6 +151,20 @@ ith_status ith_router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_i
 ith_status ith_router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor dtopk_w,
                                ith_tensor topk_w, ith_tensor topk_idx, ith_tensor probs,
                                ith_tensor expert_fraction, float aux_scale, bool norm_topk);
+/* Sigmoid router with groups (LLaDA2, DeepSeek-V3): s = sigmoid(logits) in f32, c = s + bias. The E
+ * experts form n_group stretches; a group's score is the sum of its two largest c; the topk_group
+ * best groups stay; of their experts the k largest c are chosen (ties: lower index, of groups as of
+ * experts). The bias serves the choice alone: topk_w = scaling * s / (sum of the chosen s + 1e-20),
+ * for k = 1 scaling * s.      topk_w: [T,k] f32   topk_idx: [T,k] I32   scores: [T,E] f32 = s
+ * logits: [T,E] f32   bias: [E] f32, may be absent (0) */
+ith_status ith_group_router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_idx,
+                                    ith_tensor scores, ith_tensor logits, ith_tensor bias,
+                                    int64_t n_group, int64_t topk_group, float scaling);
+/* dlogits: [T,E] act, zero where not chosen; with S = sum of the chosen s + 1e-20:
+ * ds = scaling * (dtopk_w / S - sum_j dtopk_w_j s_j / S^2), for k = 1 scaling * dtopk_w;
+ * dlogits = ds * s * (1 - s).  The choice passes no gradient. */
+ith_status ith_group_router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor dtopk_w,
+                                     ith_tensor topk_idx, ith_tensor scores, float scaling);
 /* fraction[e] += scale * (offsets[e+1] - offsets[e]);  mean_prob[e] += scale * sum_t probs[t,e],
  * fixed order: the two vectors of the load balancing loss E * sum_e fraction[e]*mean_prob[e]
  * when scale = 1/N, N = rows of all MoE layers.      fraction, mean_prob: [E] f32

@@ -62,6 +62,20 @@ ith_status ith_model_add_piece(ith_model *model, const char *hf_name, int32_t pa
     return ITH_OK;
 }
 
+ith_status ith_model_add_buffer(ith_model *model, const char *hf_name, int64_t count, bool may_lack,
+                                int32_t *out, ith_error *err)
+{
+    ITH_TRY(ith_grow((void **)&model->buffer_list, &model->cap_buffers, model->num_buffers + 1,
+                     sizeof *model->buffer_list, "tensor names", err));
+    if (!hf_name)
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory for tensor names");
+    ith_hf_buffer b = {hf_name, model->num_buffer_elements, count, may_lack};
+    model->num_buffer_elements = ith_round_up(b.first + count, PARAM_ALIGN);
+    *out = (int32_t)model->num_buffers;
+    model->buffer_list[model->num_buffers++] = b;
+    return ITH_OK;
+}
+
 ith_status ith_model_create(ith_model **out, const ith_hf_config *config, ith_dtype dtype,
                             int64_t max_positions, ith_error *err)
 {
@@ -71,7 +85,7 @@ ith_status ith_model_create(ith_model **out, const ith_hf_config *config, ith_dt
     ITH_TRY(ith_alloc_zero((void **)&model, 1, sizeof *model, "model", err));
     ith_arena_init(&model->arena, 0);
     model->config = config;
-    model->family = &ith_family_qwen3;
+    model->family = config->family == ITH_FAMILY_LLADA2 ? &ith_family_llada2 : &ith_family_qwen3;
     model->dtype = dtype;
     model->max_positions = max_positions;
     int64_t layers = config->num_hidden_layers;
@@ -95,6 +109,7 @@ void ith_model_destroy(ith_model *model)
         return;
     ith_free(model->params);
     ith_free(model->pieces);
+    ith_free(model->buffer_list);
     ith_free(model->keep);
     ith_free(model->acts);
     ith_free(model->layer_param);
@@ -147,6 +162,10 @@ ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training)
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_GRADS, "gradients", ITH_F32, 1,
                              model->zero_stage >= 2 ? shard : model->num_elements, 1, 1, 1,
                              &model->grad));
+    model->buffers = ith_tensor_none();
+    if (model->num_buffers)
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "buffers", ITH_F32, 1,
+                             model->num_buffer_elements, 1, 1, 1, &model->buffers));
     for (int64_t i = 0; i < model->num_params; i++) {
         model->params[i].w = ith_param_view(&model->params[i], model->w, 0);
         model->params[i].grad = ith_param_view(&model->params[i], model->grad, 0);
@@ -157,6 +176,8 @@ ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training)
     ITH_TRY(ith_zero(ctx, model->w));
     if (training)
         ITH_TRY(ith_zero(ctx, model->grad));
+    if (model->num_buffers)
+        ITH_TRY(ith_zero(ctx, model->buffers));
     return fill_rope(model, ctx);
 }
 
@@ -181,6 +202,34 @@ static ith_status is_swapped(const ith_hf_piece *piece, bool down, const ith_st_
     return ITH_OK;
 }
 
+/* The expert's slice of STEM.PROJ [E, rows, cols]: all experts of one projection stacked, as
+ * dFactory trains them. */
+static ith_status find_merged(const ith_hf_piece *piece, const ith_st_reader *reader, int stem,
+                              long long expert, ith_piece_source *out, bool *found, ith_error *err)
+{
+    char name[256], text[96];
+    const char *proj = piece->hf_name + stem + 1; /* "3.gate_proj.weight" */
+    proj += strcspn(proj, ".") + 1;
+    snprintf(name, sizeof name, "%.*s.%.*s", stem, piece->hf_name, (int)strcspn(proj, "."), proj);
+    const ith_st_entry *merged = ith_st_find(reader, name);
+    if (!merged)
+        return ITH_OK;
+    int64_t rows = piece->shape[0], cols = piece->shape[1];
+    if (merged->ndim != 3 || merged->shape[1] != rows || merged->shape[2] != cols ||
+        expert >= merged->shape[0])
+        return ith_fail(err, ITH_ERR_FORMAT, "%s: shape %s, expected [num_experts, %lld, %lld]",
+                        name, ith_st_text(merged, text, sizeof text), (long long)rows,
+                        (long long)cols);
+    *out = (ith_piece_source){.entry = merged,
+                              .first = expert * rows * cols,
+                              .block = rows * cols,
+                              .row_stride = cols,
+                              .col_stride = 1,
+                              .fused = true};
+    *found = true;
+    return ITH_OK;
+}
+
 static ith_status find_fused(const ith_hf_piece *piece, const char *experts,
                              const ith_st_reader *reader, ith_piece_source *out, ith_error *err)
 {
@@ -193,6 +242,12 @@ static ith_status find_fused(const ith_hf_piece *piece, const char *experts,
     snprintf(other, sizeof other, "%.*s.%s", stem, piece->hf_name,
              down ? "gate_up_proj" : "down_proj");
     const ith_st_entry *fused = ith_st_find(reader, name);
+    if (!fused) {
+        bool found = false;
+        ITH_TRY(find_merged(piece, reader, stem, expert, out, &found, err));
+        if (found)
+            return ITH_OK;
+    }
     if (!fused)
         return ith_fail(err, ITH_ERR_FORMAT, "tensor %s is missing, and so is the fused form %s",
                         piece->hf_name, name);
@@ -309,8 +364,40 @@ static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece 
     return ITH_OK;
 }
 
-ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
-                          ith_tensor flat, ith_tensor second)
+static ith_status load_buffer(ith_model *model, ith_ctx *ctx, const ith_hf_buffer *b,
+                              const ith_st_reader *reader)
+{
+    const ith_st_entry *entry = NULL;
+    char *raw = NULL;
+    ITH_TRY(ith_st_need(reader, b->hf_name, 1, &b->count, "num_experts", &entry, ctx->err));
+    if (entry->dtype != ITH_F32 && entry->dtype != ITH_BF16 && entry->dtype != ITH_F16 &&
+        entry->dtype != ITH_F64)
+        return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED, "tensor %s has type %s, not a float type",
+                        entry->name, ith_dtype_name(entry->dtype));
+    ITH_TRY(ith_alloc((void **)&raw, b->count * 12, "buffers", ctx->err));
+    float *wide = (float *)(void *)(raw + b->count * 8);
+    memcpy(raw, entry->data, (size_t)(b->count * ith_dtype_bytes(entry->dtype)));
+    ith_convert(wide, ITH_F32, raw, entry->dtype, b->count);
+    ith_status status = ctx->device->upload(ctx->device, (float *)model->buffers.data + b->first,
+                                            wide, b->count * 4, ctx->err);
+    if (status == ITH_OK)
+        status = ctx->device->sync(ctx->device, ctx->err);
+    ith_free(raw);
+    return status;
+}
+
+ith_status ith_model_load_buffers(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader)
+{
+    for (int64_t i = 0; i < model->num_buffers; i++) {
+        const ith_hf_buffer *b = &model->buffer_list[i];
+        if (!b->may_lack || ith_st_find(reader, b->hf_name))
+            ITH_TRY(load_buffer(model, ctx, b, reader));
+    }
+    return ITH_OK;
+}
+
+ith_status ith_model_load_pieces(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
+                                 ith_tensor flat, ith_tensor second)
 {
     char *staging = NULL;
     ITH_TRY(ith_alloc((void **)&staging, STAGING_ELEMENTS * 16, "staging", ctx->err));
@@ -321,6 +408,13 @@ ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *r
         status = load_piece(model, ctx, &model->pieces[i], reader, flat, second, staging);
     ith_free(staging);
     return status;
+}
+
+ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
+                          ith_tensor flat, ith_tensor second)
+{
+    ITH_TRY(ith_model_load_pieces(model, ctx, reader, flat, second));
+    return ith_model_load_buffers(model, ctx, reader);
 }
 
 ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t piece,
@@ -362,7 +456,9 @@ ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int
     for (int64_t l = 0; l < c->num_hidden_layers; l++) {
         weights += d * (q + 2 * kv) + q * d;
         weights += c->layer_is_moe[l]
-                       ? 3 * d * (double)(c->moe_intermediate_size * c->num_experts_per_tok) +
+                       ? 3 * d *
+                                 (double)(c->moe_intermediate_size *
+                                          (c->num_experts_per_tok + c->num_shared_experts)) +
                              d * (double)c->num_experts
                        : 3 * d * (double)c->intermediate_size;
     }

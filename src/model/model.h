@@ -38,6 +38,14 @@ typedef struct {
     bool is_norm; /* initialised with ones */
 } ith_hf_piece;
 
+/* A vector that is read and never trained (the selection bias of a router): kept in f32 here, and
+ * copied through in its own type when a model is written. */
+typedef struct {
+    const char *hf_name;
+    int64_t first, count;
+    bool may_lack; /* absent from the file: zeros */
+} ith_hf_buffer;
+
 /* What a layer keeps between forward and backward. */
 typedef enum {
     ITH_KEEP_ALL, /* x, qkv, attention output and LSE, middle residual, gate_up: only cheap things
@@ -57,8 +65,9 @@ typedef struct {
     ith_tensor x2;      /* [T,D] residual stream after attention */
     ith_tensor gate_up; /* [T,2I], experts: [S,2Im] */
     ith_tensor probs, topk_w, topk_idx, offsets, source, row_of,
-        expert_out;          /* experts, see ops.h */
-    int64_t mark, host_mark; /* of ITH_MEM_ACTIVATIONS and ITH_MEM_HOST at the layer's entry */
+        expert_out;            /* experts, see ops.h */
+    ith_tensor shared_gate_up; /* [T,2Is] shared experts */
+    int64_t mark, host_mark;   /* of ITH_MEM_ACTIVATIONS and ITH_MEM_HOST at the layer's entry */
     void *host_x; /* ITH_KEEP_HOST: x in host memory; the view x is the shared staging buffer */
 } ith_layer_acts;
 
@@ -69,6 +78,7 @@ typedef struct {
     int64_t group_tokens;         /* N */
     ith_tensor ids, position_ids; /* [T] I32; positions count from 0 in each document */
     ith_seqs seqs;
+    bool bidirectional;      /* every row sees its whole document; else causal, by seqs' blocks */
     int64_t num_rows;        /* M: rows with a label */
     ith_tensor rows, labels; /* [M] I32: row, and its target (already shifted) */
     ith_tensor seeds; /* [M] f32: weight / C, C = sum of weights over the whole optimizer step */
@@ -80,7 +90,8 @@ typedef struct {
 typedef struct {
     int64_t batch, capacity;
     ith_tensor k, v;    /* [L, B*C, Hkv, Dh] act */
-    ith_tensor lengths; /* [B] I32 rows in use, the tokens of the running call included */
+    ith_tensor lengths; /* I32 rows in use, the tokens of the running call included: [B]; of a
+                           family that decodes whole blocks [B*n], one for each of n queries */
 } ith_kv_cache;
 
 typedef struct ith_model ith_model;
@@ -110,7 +121,9 @@ struct ith_model {
     ith_arena arena;      /* names */
     ith_param *params;
     ith_hf_piece *pieces;
-    int64_t num_params, cap_params, num_pieces, cap_pieces;
+    ith_hf_buffer *buffer_list;
+    int64_t num_params, cap_params, num_pieces, cap_pieces, num_buffers, cap_buffers;
+    int64_t num_buffer_elements;
     int64_t num_elements;            /* of the flat buffers, gaps included */
     int64_t num_weights;             /* real parameters */
     int32_t embed, final_norm, head; /* parameter indices; head == embed when tied */
@@ -125,6 +138,7 @@ struct ith_model {
     int zero_stage;        /* 0 without shard */
     ith_tensor sharded[4]; /* what ith_model_serve may be asked for */
     int num_sharded;
+    ith_tensor buffers; /* [num_buffer_elements] f32; absent when there is none */
     int64_t max_positions;
     ith_tensor rope_cos, rope_sin; /* [max_positions, rd/2] act */
 
@@ -154,6 +168,9 @@ enum {
     ITH_P_GATE_UP, /* dense or [E,2Im,D] */
     ITH_P_DOWN,    /* dense or [E,D,Im] */
     ITH_P_ROUTER,
+    ITH_P_ROUTER_BIAS, /* a buffer */
+    ITH_P_SHARED_GATE_UP,
+    ITH_P_SHARED_DOWN,
     ITH_LAYER_PARAMS
 };
 
@@ -165,8 +182,8 @@ void ith_model_destroy(ith_model *model);
 /* Pushes weights, RoPE tables and (training) gradients; fills the tables when not counting. */
 ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training);
 /* Reads every piece into one or two flat buffers of the model's layout (w and master, or m; the
- * second may be absent). Tied models ignore a stored lm_head. Experts are accepted per expert or
- * fused, in either orientation. */
+ * second may be absent). Tied models ignore a stored lm_head. Experts are accepted per
+ * expert, fused in either orientation, or stacked by projection. */
 ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
                           ith_tensor flat, ith_tensor second);
 /* Where a piece lies in a model directory. Element (r, c) of it (c counts all but the first
@@ -179,6 +196,11 @@ typedef struct {
 } ith_piece_source;
 ith_status ith_model_find_source(const ith_hf_piece *piece, const ith_st_reader *reader,
                                  ith_piece_source *out, ith_error *err);
+/* Its two parts: what is trained, and the buffers, which a training checkpoint does not hold. */
+ith_status ith_model_load_pieces(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
+                                 ith_tensor flat, ith_tensor second);
+ith_status ith_model_load_buffers(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader);
+
 /* ---- many ranks: model_shard.c ---- */
 
 /* The verbs of a walk. Stage 3: the weights of layer l are gathered into the window. */
@@ -222,6 +244,9 @@ ith_status ith_model_add_param(ith_model *model, const char *name, int ndim, int
 ith_status ith_model_add_piece(ith_model *model, const char *hf_name, int32_t param, int64_t first,
                                int ndim, int64_t d0, int64_t d1, int64_t d2, bool is_norm,
                                ith_error *err);
+/* *out: index into buffer_list. */
+ith_status ith_model_add_buffer(ith_model *model, const char *hf_name, int64_t count, bool may_lack,
+                                int32_t *out, ith_error *err);
 const char *ith_model_text(ith_model *model, const char *fmt, ...)
     ITH_PRINTF(2, 3); /* NULL: out of memory */
 
@@ -235,7 +260,16 @@ static inline const ith_param *ith_layer_param(const ith_model *model, int64_t l
     return &model->params[idx];
 }
 
+static inline ith_tensor ith_layer_buffer(const ith_model *model, int64_t layer, int which)
+{
+    int32_t idx = model->layer_param[layer * ITH_LAYER_PARAMS + which];
+    ITH_ASSERT(idx >= 0 && idx < model->num_buffers);
+    const ith_hf_buffer *b = &model->buffer_list[idx];
+    return ith_row_range(model->buffers, b->first, b->first + b->count);
+}
+
 extern const ith_model_family ith_family_qwen3;
+extern const ith_model_family ith_family_llada2;
 
 /* Random weights as transformers makes them: normal(0, initializer_range), norms 1. Keyed by (seed,
  * tensor name, element), so they do not depend on layout or order. Writes element [first, first +

@@ -13,4 +13,7 @@ int ith_preset_find(const char *name); /* -1: none */
 ith_status ith_preset_config(int preset, int64_t vocab_size, int64_t eos_token_id, ith_dtype dtype,
                              json_t **out, ith_error *err);
 
+/* A diffusion model: its tokenizer needs a mask token. */
+bool ith_preset_is_diffusion(int preset);
+
 #endif

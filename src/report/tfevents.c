@@ -58,7 +58,9 @@ static void put_bytes(ith_buf *b, int field, const void *data, int64_t len)
 static ith_status write_record(ith_tfevents *t, const ith_buf *event, ith_error *err)
 {
     ith_buf r = {0};
+    ITH_TRY(ith_buf_check(event, t->path, err));
     put_le(&r, (uint64_t)event->len, 8);
+    ITH_TRY(ith_buf_check(&r, t->path, err));
     put_le(&r, masked(r.data, 8), 4);
     ith_buf_append(&r, event->data, event->len);
     put_le(&r, masked(event->data, event->len), 4);

@@ -65,6 +65,9 @@ static ith_status place_all(ith_step *s)
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, tokens, &s->ids));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, tokens, &s->position_ids));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_docs + 1, &s->cu_seqlens));
+    s->noisy = ith_tensor_none();
+    if (c->noisy)
+        ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_docs, &s->noisy));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, labels, &s->rows));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, labels, &s->labels));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, labels, &s->seeds));
@@ -148,11 +151,20 @@ static void bind_batch(ith_step *s, int64_t group_tokens, int64_t tokens, int64_
                            .group_tokens = group_tokens,
                            .ids = ith_row_range(s->ids, 0, tokens),
                            .position_ids = ith_row_range(s->position_ids, 0, tokens),
-                           .seqs = {ith_row_range(s->cu_seqlens, 0, docs + 1), cu, docs, max_len},
+                           .seqs = {.cu_seqlens = ith_row_range(s->cu_seqlens, 0, docs + 1),
+                                    .cu_host = cu,
+                                    .num_docs = docs,
+                                    .max_len = max_len,
+                                    .block = s->config.block},
+                           .bidirectional = s->config.bidirectional,
                            .num_rows = rows,
                            .rows = ith_row_range(s->rows, 0, rows),
                            .labels = ith_row_range(s->labels, 0, rows),
                            .seeds = ith_row_range(s->seeds, 0, rows)};
+    if (s->config.noisy) {
+        s->batch.seqs.noisy = ith_row_range(s->noisy, 0, docs);
+        s->batch.seqs.position = s->batch.position_ids;
+    }
 }
 
 /* How many layers, from the top (their activations are wanted first), keep what; the rest keeps its
@@ -311,6 +323,9 @@ static ith_status cut_model(ith_step *s)
     int64_t layers = m->config->num_hidden_layers, *blocks = NULL;
     m->shard = NULL;
     m->zero_stage = 0;
+    if (ith_world_size(s->config.mesh) > 1 && m->config->family == ITH_FAMILY_LLADA2)
+        return ith_fail(s->ctx->err, ITH_ERR_UNSUPPORTED,
+                        "layers of llada2 have no path for many ranks yet (use 1)");
     if (s->config.zero_stage == 0 || ith_world_size(s->config.mesh) == 1)
         return ITH_OK;
     ITH_TRY(ith_alloc_zero((void **)&blocks, layers + 3, sizeof *blocks, "blocks", s->ctx->err));
@@ -396,6 +411,12 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
     for (int64_t i = 0; i < b->num_docs; i++)
         max_len = ith_max_i64(max_len, b->cu_seqlens[i + 1] - b->cu_seqlens[i]);
     bind_batch(s, b->num_tokens, tokens, b->num_docs, rows, max_len, b->cu_seqlens);
+    if (s->config.noisy) {
+        ITH_ASSERT(b->noisy);
+        s->batch.seqs.noisy_host = b->noisy;
+        s->batch.seqs.position_host = b->position_ids;
+        ITH_TRY(d->upload(d, s->noisy.data, b->noisy, b->num_docs * 4, err));
+    }
     s->batch.share = (float)(b->weight_sum / weight_sum);
     ITH_TRY(d->upload(d, s->ids.data, b->ids + begin, tokens * 4, err));
     ITH_TRY(d->upload(d, s->position_ids.data, b->position_ids + begin, tokens * 4, err));

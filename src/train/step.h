@@ -32,6 +32,9 @@ typedef struct {
     int64_t memory_limit; /* bytes on the device; 0: what is free there */
     float max_grad_norm;  /* <= 0: no clipping */
     uint64_t seed;        /* of stochastic rounding */
+    int64_t block;        /* of the attention mask, see ith_seqs; 0: causal */
+    bool noisy;           /* batches are [noisy; clean] */
+    bool bidirectional;   /* rows see their whole document */
 } ith_step_config;
 
 typedef struct {
@@ -54,7 +57,7 @@ typedef struct ith_step {
     ith_tensor master, m, v;
     /* device: batch, accumulators */
     ith_batch batch;
-    ith_tensor ids, position_ids, cu_seqlens, rows, labels, seeds, row_loss;
+    ith_tensor ids, position_ids, cu_seqlens, noisy, rows, labels, seeds, row_loss;
     ith_tensor loss_sum, balance_sum, sumsq, norm, scale;
     /* host staging */
     int32_t *host_rows, *host_labels;

@@ -10,6 +10,7 @@
 #include "base/file.h"
 #include "checkpoint/train_state.h"
 #include "train/schedule.h"
+#include "train/diffusion.h"
 #include "train/trainer_internal.h"
 #include "train/verify.h"
 
@@ -121,20 +122,6 @@ static ith_status alone(ith_trainer *t, ith_status status)
     return status;
 }
 
-static ith_status micro_batches(run *r, const ith_batch_step *bs, totals *mine, ith_error *err)
-{
-    ith_trainer *t = r->t;
-    for (int64_t j = 0; j < bs->num_micro; j++) {
-        ith_micro_batch b;
-        ITH_TRY(ith_trainer_agree(t, ith_batcher_fill(t->batcher, j, &b, err), err));
-        ITH_TRY(alone(t, ith_step_micro(t->step, &b)));
-        mine->tokens += (double)b.num_tokens;
-        mine->labels += (double)b.num_labels;
-        mine->flops += ith_model_flops(t->model, b.cu_seqlens, b.num_docs, b.num_labels).total;
-    }
-    return ITH_OK;
-}
-
 /* A pretrained model does better than chance: weights that were not found would not. */
 static void tell_guessing(const run *r, double loss)
 {
@@ -147,6 +134,52 @@ static void tell_guessing(const run *r, double loss)
             loss, chance);
 }
 
+/* Micro-batch j of the current step as the model sees it: with its noise, of a diffusion model. */
+static ith_status fill_micro(run *r, const ith_batch_step *bs, int64_t j, ith_micro_batch *out,
+                             ith_error *err)
+{
+    ith_micro_batch clean;
+    ITH_TRY(ith_batcher_fill(r->t->batcher, j, r->t->noiser ? &clean : out, err));
+    if (r->t->noiser)
+        ith_noiser_apply(r->t->noiser, r->t->samples, &clean, bs->epoch, bs->num_micro, out);
+    return ITH_OK;
+}
+
+/* C of the step. Noise decides what is trained, so that a diffusion model's is counted first. */
+static ith_status weight_of_step(run *r, const ith_batch_step *bs, double *out, ith_error *err)
+{
+    *out = bs->weight_sum;
+    if (!r->t->noiser)
+        return ITH_OK;
+    double sum = 0;
+    for (int64_t j = 0; j < bs->num_micro; j++) {
+        ith_micro_batch b;
+        ITH_TRY(fill_micro(r, bs, j, &b, err));
+        sum += b.weight_sum;
+    }
+    if (sum <= 0)
+        ith_trainer_say(r->hooks, "step %lld: no token is masked, nothing to learn in it",
+                        (long long)r->at.step + 1);
+    *out = r->t->noise.per_micro_batch ? 1 : sum;
+    return ITH_OK;
+}
+
+static ith_status micro_batches(run *r, const ith_batch_step *bs, totals *mine, ith_error *err)
+{
+    ith_trainer *t = r->t;
+    for (int64_t j = 0; j < bs->num_micro; j++) {
+        ith_micro_batch b;
+        ITH_TRY(ith_trainer_agree(t, fill_micro(r, bs, j, &b, err), err));
+        ITH_TRY(alone(t, ith_step_micro(t->step, &b)));
+        mine->tokens += (double)b.num_tokens;
+        mine->labels += (double)b.num_labels;
+        mine->flops +=
+            t->noiser ? ith_diffusion_flops(t->model, &t->noise, &b)
+                      : ith_model_flops(t->model, b.cu_seqlens, b.num_docs, b.num_labels).total;
+    }
+    return ITH_OK;
+}
+
 /* One optimizer step out of the batcher. */
 static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
 {
@@ -156,6 +189,7 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
     totals begin = {.weight_sum = bs->weight_sum, .docs = (double)bs->num_docs}, done = {0};
     double t0 = now_s(),
            lr = ith_schedule_rate(&c->lr_scheduler, c->learning_rate, r->at.step, t->total_steps);
+    ITH_TRY(weight_of_step(r, bs, &begin.weight_sum, err));
     if (t->mesh)
         ITH_TRY(alone(t, sum_over(t->mesh->dp, &begin, err)));
     ith_step_begin(t->step, begin.weight_sum);
@@ -207,7 +241,7 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
 static ith_status evaluate(run *r, ith_error *err)
 {
     ith_trainer *t = r->t;
-    double t0 = now_s();
+    double noisy_weight = 0, t0 = now_s();
     totals sum = {0};
     ith_batch_step bs;
     ITH_TRY(ith_batcher_load(t->eval_batcher, t->eval_start, err));
@@ -215,12 +249,19 @@ static ith_status evaluate(run *r, ith_error *err)
         for (int64_t j = 0; j < bs.num_micro; j++) {
             ith_micro_batch b;
             ITH_TRY(ith_trainer_agree(t, ith_batcher_fill(t->eval_batcher, j, &b, err), err));
+            if (t->noiser) { /* the same masks in every evaluation */
+                ith_micro_batch clean = b;
+                ith_noiser_apply(t->noiser, t->eval_samples, &clean, ITH_EVAL_EPOCH_NOISE, 1, &b);
+                noisy_weight += b.weight_sum;
+            }
             ITH_TRY(alone(t, ith_step_eval(t->step, &b, &sum.loss)));
             sum.tokens += (double)b.num_tokens;
             sum.labels += (double)b.num_labels;
         }
         sum.weight_sum += bs.weight_sum;
     }
+    if (t->noiser)
+        sum.weight_sum = noisy_weight;
     if (t->mesh) { /* every rank has the loss of its rows, every cp group the same batches */
         ITH_TRY(
             alone(t, ith_comm_all_reduce(t->mesh->cp, &sum.loss, 1, ITH_F64, ITH_REDUCE_SUM, err)));

@@ -7,6 +7,7 @@
 #define ITH_TRAIN_TRAINER_H
 
 #include "config/config.h"
+#include "data/noise.h"
 #include "kernels/session.h"
 #include "report/run_report.h"
 #include "train/step.h"
@@ -35,6 +36,8 @@ typedef struct {
     ith_chat *chat;
     ith_samples *samples, *eval_samples; /* eval_samples may be NULL, or samples when split */
     ith_batcher *batcher, *eval_batcher;
+    ith_noise_options noise; /* of a diffusion model */
+    ith_noiser *noiser;      /* NULL: not one */
     int64_t *train_subset, *eval_subset;
     json_t *eval_start; /* state of eval_batcher before its first step */
     ith_session session;

@@ -157,7 +157,7 @@ static ith_status load_group(ith_trainer *t, const char *path, const char *group
 {
     ith_st_reader *reader = NULL;
     ITH_TRY(ith_train_state_open_group(&reader, path, group, err));
-    ith_status status = ith_model_load(t->model, &t->session.ctx, reader, flat, second);
+    ith_status status = ith_model_load_pieces(t->model, &t->session.ctx, reader, flat, second);
     ith_st_close(reader);
     return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s: %s", path, group);
 }
@@ -171,6 +171,18 @@ static ith_unlogged read_unlogged(const json_t *j)
                           json_integer_value(json_object_get(j, "steps")),
                           json_integer_value(json_object_get(j, "tokens")),
                           json_integer_value(json_object_get(j, "labels"))};
+}
+
+/* What is not trained is not in a checkpoint. */
+static ith_status load_buffers(ith_trainer *t, ith_error *err)
+{
+    ith_st_reader *reader = NULL;
+    if (t->model->num_buffers == 0)
+        return ITH_OK;
+    ITH_TRY(ith_st_open(&reader, t->config->model, err));
+    ith_status status = ith_model_load_buffers(t->model, &t->session.ctx, reader);
+    ith_st_close(reader);
+    return status;
 }
 
 ith_status ith_trainer_resume(ith_trainer *t, const char *path, ith_run_position *at,
@@ -194,6 +206,7 @@ ith_status ith_trainer_resume(ith_trainer *t, const char *path, ith_run_position
     if (status != ITH_OK)
         return ith_wrap(err, status, "%s", path);
     ITH_TRY(load_group(t, path, "weights", t->model->w, t->step->master, err));
+    ITH_TRY(load_buffers(t, err));
     ITH_TRY(load_group(t, path, "adam_m", t->step->m, ith_tensor_none(), err));
     return load_group(t, path, "adam_v", t->step->v, ith_tensor_none(), err);
 }

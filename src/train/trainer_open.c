@@ -8,6 +8,8 @@
 #include "base/env.h"
 #include "base/file.h"
 #include "checkpoint/model_dir.h"
+#include "checkpoint/train_state.h"
+#include "train/diffusion.h"
 #include "train/trainer_internal.h"
 
 void ith_trainer_say(const ith_trainer_hooks *hooks, const char *fmt, ...)
@@ -37,6 +39,30 @@ static ith_status check_weights(const char *dir, ith_error *err)
     return ITH_OK;
 }
 
+/* A named checkpoint that is not there is told before the data is read. A run that begins anew
+ * beside the checkpoints of another one is told of them: auto takes, and save_total_limit keeps,
+ * the highest number, whosever it is. */
+static ith_status check_checkpoints(const ith_config *c, const ith_trainer_hooks *hooks,
+                                    ith_error *err)
+{
+    const char *from = c->resume_from_checkpoint;
+    if (from && strcmp(from, "auto") != 0 && !ith_path_is_dir(from))
+        return ith_config_fail(c, "resume_from_checkpoint", err,
+                               "found %s, which is no directory (give a checkpoint, or auto)",
+                               from);
+    if (from || !c->output_dir || !ith_path_is_dir(c->output_dir))
+        return ITH_OK;
+    ith_buf latest = {0};
+    ith_status status = ith_train_state_find_latest(c->output_dir, &latest, err);
+    if (status == ITH_OK && latest.len)
+        ith_trainer_say(hooks,
+                        "%s is of an earlier run; this one begins anew beside it "
+                        "(resume_from_checkpoint=auto goes on, another output_dir keeps apart)",
+                        latest.data);
+    ith_buf_deinit(&latest);
+    return status;
+}
+
 static ith_status open_model_files(ith_trainer *t, bool plan_only, ith_error *err)
 {
     const char *dir = t->config->model, *out = t->config->output_dir;
@@ -57,6 +83,7 @@ static ith_status open_model_files(ith_trainer *t, bool plan_only, ith_error *er
     if (!plan_only)
         ITH_TRY(check_weights(dir, err));
     ITH_TRY(ith_hf_config_load(&t->hf, dir, err));
+    ITH_TRY(ith_diffusion_check(t->config, &t->hf, err));
     ITH_TRY(ith_tokenizer_open(&t->tokenizer, dir, err));
     ITH_TRY(ith_chat_open(&t->chat, dir, t->config->custom_chat_template, t->tokenizer, err));
     if (ith_tokenizer_size(t->tokenizer) > t->hf.vocab_size)
@@ -122,19 +149,53 @@ static ith_status open_data(ith_trainer *t, ith_error *err)
     return ITH_OK;
 }
 
-static ith_step_config step_config(const ith_trainer *t)
+/* Largest batch of training and evaluation. */
+static ith_batch_limits clean_limits(const ith_trainer *t)
 {
-    const ith_config *c = t->config;
     ith_batch_limits a = ith_batcher_limits(t->batcher), e = {0};
     if (t->eval_batcher)
         e = ith_batcher_limits(t->eval_batcher);
+    return (ith_batch_limits){.max_tokens = ith_max_i64(a.max_tokens, e.max_tokens),
+                              .max_docs = ith_max_i64(a.max_docs, e.max_docs),
+                              .max_labels = ith_max_i64(a.max_labels, e.max_labels),
+                              .max_doc_tokens = ith_max_i64(a.max_doc_tokens, e.max_doc_tokens),
+                              .max_micro = ith_max_i64(a.max_micro, e.max_micro)};
+}
+
+static ith_status open_noise(ith_trainer *t, const ith_trainer_hooks *hooks, ith_error *err)
+{
+    if (!ith_is_diffusion(t->config, &t->hf))
+        return ITH_OK;
+    ITH_TRY(ith_diffusion_options(t->config, &t->hf, t->tokenizer, &t->noise, err));
+    ith_batch_limits limits = clean_limits(t);
+    ITH_TRY(ith_noiser_create(&t->noiser, &t->noise, &limits, err));
+    const ith_noise_options *o = &t->noise;
+    ith_trainer_say(hooks, "diffusion: %s, %g to %g of each answer masked by token %d; loss: %s",
+                    o->blocks ? "blocks" : "random masks over the whole sequence", o->low, o->high,
+                    (int)o->mask_id,
+                    o->per_micro_batch ? "mean of each micro-batch, then over micro-batches"
+                    : o->weight == ITH_WEIGHT_INVERSE
+                        ? "masked tokens by 1/share, mean over answer tokens of the step"
+                        : "mean over masked tokens of the step");
+    return ITH_OK;
+}
+
+static ith_step_config step_config(const ith_trainer *t)
+{
+    const ith_config *c = t->config;
+    ith_batch_limits limits = clean_limits(t);
+    if (t->noiser)
+        limits = ith_noiser_limits(t->noiser);
     ith_step_config s = {
         .mesh = t->mesh,
         .zero_stage = ith_config_zero_stage(c),
-        .max_tokens = ith_max_i64(a.max_tokens, e.max_tokens),
-        .max_docs = ith_max_i64(a.max_docs, e.max_docs),
-        .max_labels = ith_max_i64(a.max_labels, e.max_labels),
-        .max_doc_tokens = ith_max_i64(a.max_doc_tokens, e.max_doc_tokens),
+        .max_tokens = limits.max_tokens,
+        .max_docs = limits.max_docs,
+        .max_labels = limits.max_labels,
+        .max_doc_tokens = limits.max_doc_tokens,
+        .block = t->noiser && t->noise.blocks ? t->noise.block_size : 0,
+        .noisy = t->noiser && t->noise.blocks,
+        .bidirectional = t->noiser && !t->noise.blocks,
         .chunk_rows = c->chunk_loss_size == ITH_CONFIG_UNSET ? 0 : c->chunk_loss_size,
         .training = true,
         .evaluates = t->eval_batcher != NULL,
@@ -204,6 +265,9 @@ static ith_status check_mesh(const ith_trainer *t, ith_error *err)
         return ith_config_fail(t->config, "cp_size", err,
                                "%lld is more than num_attention_heads %lld (use at most that many)",
                                (long long)t->layout.cp_size, (long long)t->hf.num_attention_heads);
+    if (t->mesh && ith_is_diffusion(t->config, &t->hf))
+        return ith_config_fail(t->config, t->layout.cp_size > 1 ? "cp_size" : "ranks", err,
+                               "diffusion models train on one rank only so far (use 1)");
     if (t->mesh && t->config->verify && ith_config_zero_stage(t->config) > 0)
         return ith_config_fail(t->config, "verify", err,
                                "true reads whole buffers, zero_stage %d cuts them (use zero_stage "
@@ -272,6 +336,8 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
     ITH_TRY_OUT(ith_config_check_supported(config, err));
     ITH_TRY_OUT(open_mesh(t, world, plan_only, err));
     status = open_model_files(t, plan_only, err);
+    if (status == ITH_OK && !plan_only)
+        status = check_checkpoints(config, hooks, err);
     if (status == ITH_OK)
         status = check_mesh(t, err);
     if (status == ITH_OK)
@@ -283,6 +349,7 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
         hooks, "data: %lld samples, %lld tokens, %lld steps per epoch, %lld steps in all",
         (long long)ith_samples_count(t->samples), (long long)ith_samples_num_tokens(t->samples),
         (long long)t->steps_per_epoch, (long long)t->total_steps);
+    ITH_TRY_OUT(ith_trainer_agree(t, open_noise(t, hooks, err), err));
     ITH_TRY_OUT(ith_trainer_agree(t, open_step(t, plan_only, err), err));
     return ITH_OK;
 out:
@@ -297,6 +364,7 @@ void ith_trainer_close(ith_trainer *t)
     ith_session_close(&t->session);
     ith_batcher_destroy(t->batcher);
     ith_batcher_destroy(t->eval_batcher);
+    ith_noiser_destroy(t->noiser);
     if (t->eval_samples != t->samples)
         ith_samples_close(t->eval_samples);
     ith_samples_close(t->samples);

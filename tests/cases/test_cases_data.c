@@ -156,6 +156,36 @@ static void test_weight_zero_is_not_trained(void **state)
     }
 }
 
+/* A misspelt weight is told and counted; reasoning is read under each of its names. */
+static void test_keys_of_messages_are_read_or_told(void **state)
+{
+    (void)state;
+    assert_shown("{\"messages\":[" USER("a") ",{\"role\":\"assistant\",\"content\":\"b\","
+                                             "\"loss_maks\":0,\"refusal\":null}]}\n" ROW(USER("c"),
+                                                                                         BOT("d")),
+                 "", 2, "1 message key dropped: it has no meaning here (first: ");
+    static const char *const names[] = {"reasoning_content", "reasoning", "thinking"};
+    case_write("think.yaml",
+               "model: @/model\ntrain_dataset: @/rows.jsonl\noutput_dir: @/out\nnproc: 1\n"
+               "custom_chat_template: \"{% for m in messages %}{{ m.role }}:{% if "
+               "m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}{{ m.content }};"
+               "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}\"\n");
+    for (int i = 0; i < 3; i++) {
+        char row[300];
+        snprintf(row, sizeof row,
+                 "{\"messages\":[" USER("a") ",{\"role\":\"assistant\",\"content\":\"b\","
+                                             "\"%s\":\"why\"}]}\n",
+                 names[i]);
+        case_write("rows.jsonl", row);
+        program_run run = case_run("data @/think.yaml");
+        char *text = without_borders(&run.out);
+        if (run.code != 0 || !strstr(text, "[[<why>b;]]"))
+            fail_msg("%s: exit %d: %s%s", names[i], run.code, text, run.err.data);
+        ith_free(text);
+        program_run_deinit(&run);
+    }
+}
+
 /* Goal: the ids are those of the whole text, also where header and answer meet, in both ways of
  * making samples. */
 static void test_answer_that_begins_with_a_line_feed(void **state)
@@ -230,6 +260,7 @@ int main(void)
         cmocka_unit_test(test_rows_end_at_line_feeds_only),
         cmocka_unit_test(test_answer_that_repeats_the_question),
         cmocka_unit_test(test_weight_zero_is_not_trained),
+        cmocka_unit_test(test_keys_of_messages_are_read_or_told),
         cmocka_unit_test(test_answer_that_begins_with_a_line_feed),
         cmocka_unit_test(test_end_token_is_trained_when_it_is_the_pad_token),
         cmocka_unit_test(test_prompts_beyond_the_limit_are_counted),

@@ -93,6 +93,10 @@ static const request requests[] = {
      "command line: output_dir: found @/model/, the directory of the model (give another one)"},
     {"train @/c.yaml output_dir=@/data.jsonl", 2,
      "command line: output_dir: found @/data.jsonl, which is no directory"},
+    {"train @/c.yaml resume_from_checkpoint=@/none", 2,
+     "command line: resume_from_checkpoint: found @/none, which is no directory (give a "
+     "checkpoint, "
+     "or auto)"},
     /* numbers */
     {"train @/c.yaml cutoff_len=1", 2,
      "command line: cutoff_len: found 1 (use an integer from 2 to 2147483646)"},
@@ -190,6 +194,20 @@ static void test_small_data_still_makes_steps(void **state)
                 0, "1 steps, loss ");
 }
 
+/* Checkpoints that another run left are told: auto would take them. */
+static void test_checkpoints_of_an_earlier_run_are_told(void **state)
+{
+    (void)state;
+    case_expect("train @/c.yaml output_dir=@/twice save_steps=2", 0, "2 steps, loss ");
+    case_expect("train @/c.yaml output_dir=@/twice", 0,
+                "@/twice/checkpoint-2 is of an earlier run; this one begins anew beside it");
+    program_run run =
+        case_run("train @/c.yaml output_dir=@/twice max_steps=3 resume_from_checkpoint=auto");
+    if (run.code != 0 || case_count(&run.err, "earlier run") != 0)
+        fail_msg("exit %d: %s", run.code, run.err.data);
+    program_run_deinit(&run);
+}
+
 /* Batches of prompts of different lengths, the last one smaller: memory planned for the longest
  * serves all of them. */
 static void test_prompts_of_different_lengths_in_batches(void **state)
@@ -213,6 +231,7 @@ int main(void)
         cmocka_unit_test(test_wrong_requests_are_exact_lines),
         cmocka_unit_test(test_paths_of_any_kind),
         cmocka_unit_test(test_small_data_still_makes_steps),
+        cmocka_unit_test(test_checkpoints_of_an_earlier_run_are_told),
         cmocka_unit_test(test_prompts_of_different_lengths_in_batches),
     };
     return cmocka_run_group_tests(tests, setup, case_teardown);

@@ -22,6 +22,7 @@ static ith_status run(const char *model, const char *out, const char *more, smal
                  small_join(case_root, out), more);
     ith_status status = small_train(&c, seen, result, &err);
     ith_config_deinit(&c);
+    ith_buf_deinit(&seen->news);
     return status;
 }
 

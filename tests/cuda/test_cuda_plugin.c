@@ -25,8 +25,14 @@ static void test_open_missing_plugin_names_the_file(void **state)
     assert_null(handle);
 }
 
-/* Goal: every operator has a CUDA function. Method: the entries are pairs of pointers, run first.
- */
+static bool is_cpu_only(size_t offset)
+{
+    return offset == offsetof(ith_backend, group_router_forward) ||
+           offset == offsetof(ith_backend, group_router_backward);
+}
+
+/* Goal: every operator has a CUDA function, but for those that only the CPU has so far. Method: the
+ * entries are pairs of pointers, run first. */
 static void test_open_counting_table_is_complete(void **state)
 {
     (void)state;
@@ -34,11 +40,12 @@ static void test_open_counting_table_is_complete(void **state)
     setenv("ITH_CUDA_PLUGIN", ITH_TEST_CUDA_PLUGIN, 1);
     assert_ok(ith_ctx_open_cuda(&ctx, 0, true), err);
     assert_string_equal(ctx.backend->name, "cuda");
+    assert_false(ctx.backend->block_masks);
     assert_string_equal(ctx.device->name, "cuda:0");
-    const void *entries[(sizeof(ith_backend) - sizeof(char *)) / sizeof(void *)];
+    const void *entries[(offsetof(ith_backend, block_masks) - sizeof(char *)) / sizeof(void *)];
     memcpy(entries, (const char *)ctx.backend + sizeof(char *), sizeof entries);
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i += 2)
-        if (!entries[i])
+        if (!entries[i] && !is_cpu_only(sizeof(char *) + i * sizeof(void *)))
             fail_msg("entry %zu of the table has no function", i / 2);
     void *memory = NULL;
     assert_fails(ctx.device->alloc(ctx.device, 10, &memory, &err), err, ITH_ERR_UNSUPPORTED,

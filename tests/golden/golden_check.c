@@ -7,13 +7,14 @@
  * are sliced over the cp ranks. The same values must come out, within the same bounds.
  *
  * DIR/hf is a model directory; ref.safetensors holds input_ids, labels, logits (and packed_ids,
- * packed_labels, cu_seqlens, packed_logits, greedy); grads/, grads_packed/, after3/ hold gradients
- * and the weights after three AdamW steps under the names of hf/; ref.json holds losses and the
- * AdamW settings. Exit 0 when every error is within its bound, 1 when one is not, 77 when a
- * directory is not there. Bounds for float32: logits 2e-5 of the largest logit, gradients 1e-4 and
- * weights after three steps 1e-3 in relative norm, losses 1e-5, gradient norms 3e-3 relative. For
- * bfloat16 the bound of a value is twice the error that the plain bf16 reference operators make in
- * the same place, plus a floor of 2^-8. */
+ * packed_labels, cu_seqlens, packed_logits, greedy), or of a diffusion model clean, noisy, labels
+ * and three logits; grads/, grads_packed/, after3/ hold gradients and the weights after three AdamW
+ * steps under the names of hf/; ref.json holds losses and the AdamW settings. Exit 0 when every
+ * error is within its bound, 1 when one is not, 77 when a directory is not there. Bounds for
+ * float32: logits 2e-5 of the largest logit, gradients 1e-4 and weights after three steps 1e-3 in
+ * relative norm, losses 1e-5, gradient norms 3e-3 relative. For bfloat16 the bound of a value is
+ * twice the error that the plain bf16 reference operators make in the same place, plus a floor of
+ * 2^-8. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,6 +24,8 @@
 #include "base/json.h"
 #include "checkpoint/safetensors.h"
 #include "generate/decoder.h"
+#include "data/noise.h"
+#include "generate/block_decoder.h"
 #include "kernels/session.h"
 #include "train/chunk_loss.h"
 #include "train/step.h"
@@ -143,6 +146,7 @@ static ith_micro_batch deal(const ith_micro_batch *all, const ith_mesh *mesh, in
     b.weights = ith_malloc(n * 4);
     b.cu_seqlens = ith_malloc((all->num_docs + 1) * 4);
     *origin = ith_malloc(n * 4);
+    b.noisy = all->noisy ? ith_malloc(all->num_docs * 4 + 4) : NULL;
     b.cu_seqlens[0] = 0;
     for (int64_t d = 0; d < all->num_docs; d++) {
         if (d % mesh->dp_size != mesh->dp_rank)
@@ -156,6 +160,8 @@ static ith_micro_batch deal(const ith_micro_batch *all, const ith_mesh *mesh, in
             b.num_labels += all->labels[t] >= 0;
             (*origin)[to] = t;
         }
+        if (all->noisy)
+            b.noisy[b.num_docs] = all->noisy[d];
         b.cu_seqlens[++b.num_docs] = (int32_t)b.num_tokens;
     }
     b.weight_sum = (double)b.num_labels;
@@ -171,6 +177,12 @@ static void free_batch(ith_micro_batch *b)
     ith_free(b->cu_seqlens);
 }
 
+/* What a row of the batch sees; all zero: causal. */
+typedef struct {
+    int64_t block;
+    bool bidirectional;
+} mask_kind;
+
 /* ---- a model opened for a run
  * -------------------------------------------------------------------------- */
 
@@ -181,7 +193,7 @@ typedef struct {
 } bench;
 
 static void open_bench(bench *b, const golden *g, const options *o, const ith_micro_batch *batch,
-                       double max_grad_norm)
+                       mask_kind mask, double max_grad_norm)
 {
     memset(b, 0, sizeof *b);
     die_on(ith_session_open(&b->session, o->device, 0, o->threads, false, &err));
@@ -199,7 +211,10 @@ static void open_bench(bench *b, const golden *g, const options *o, const ith_mi
                          .training = true,
                          .fp32_master = true,
                          .keep = o->keep,
-                         .max_grad_norm = (float)max_grad_norm};
+                         .max_grad_norm = (float)max_grad_norm,
+                         .block = mask.block,
+                         .noisy = batch->noisy != NULL,
+                         .bidirectional = mask.bidirectional};
     die_on(ith_step_create(&b->step, b->model, &b->session.ctx, &c, false));
     die_on(ith_model_load(b->model, &b->session.ctx, g->weights, b->model->w, b->step->master));
     die_on(ith_model_refresh_weights(b->model, &b->session.ctx));
@@ -266,8 +281,8 @@ static double rel_norm(const float *a, const char *ref, ith_dtype dtype, int64_t
 /* Forward of the batch in the plan's memory that backward would use; logits of all rows against the
  * reference. */
 static void check_logits(bench *b, const options *o, const ith_micro_batch *batch,
-                         const int32_t *origin, const ith_st_entry *want, results *r,
-                         const char *what)
+                         const int32_t *origin, mask_kind mask, const ith_st_entry *want,
+                         results *r, const char *what)
 {
     int64_t begin = ith_cp_begin(o->mesh, batch->num_tokens),
             end = ith_cp_end(o->mesh, batch->num_tokens);
@@ -277,7 +292,7 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
     ith_plan *kept = ctx->plan,
              *own =
                  NULL; /* logits of all rows are not part of a training step: a plan of their own */
-    ith_tensor hidden = {0}, logits = {0}, rows = {0}, ids = {0}, pos = {0}, cu = {0};
+    ith_tensor hidden = {0}, logits = {0}, rows = {0}, ids = {0}, pos = {0}, cu = {0}, noisy = {0};
     ctx->plan = NULL;
     die_on(ith_plan_create(&own, ctx->device, &err));
     ctx->plan = own;
@@ -291,6 +306,9 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "rows", ITH_I32, 1, n, 1, 1, 1, &rows));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "cu", ITH_I32, 1, batch->num_docs + 1, 1, 1,
                             1, &cu));
+        if (batch->noisy)
+            die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "noisy", ITH_I32, 1, batch->num_docs, 1,
+                                1, 1, &noisy));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "hidden", m->dtype, 2, n,
                             m->config->hidden_size, 1, 1, &hidden));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "logits", m->dtype, 2, n, v, 1, 1, &logits));
@@ -303,6 +321,8 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
             die_on(d->upload(d, pos.data, batch->position_ids + begin, n * 4, &err));
             die_on(d->upload(d, rows.data, all, n * 4, &err));
             die_on(d->upload(d, cu.data, batch->cu_seqlens, (batch->num_docs + 1) * 4, &err));
+            if (batch->noisy)
+                die_on(d->upload(d, noisy.data, batch->noisy, batch->num_docs * 4, &err));
             die_on(d->sync(d, &err));
             ith_free(all);
         }
@@ -313,7 +333,18 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
                          .group_tokens = batch->num_tokens,
                          .ids = ids,
                          .position_ids = pos,
-                         .seqs = {cu, batch->cu_seqlens, batch->num_docs, max_len}};
+                         .seqs = {.cu_seqlens = cu,
+                                  .cu_host = batch->cu_seqlens,
+                                  .num_docs = batch->num_docs,
+                                  .max_len = max_len,
+                                  .block = mask.block},
+                         .bidirectional = mask.bidirectional};
+        if (batch->noisy) {
+            dev.seqs.noisy = noisy;
+            dev.seqs.position = pos;
+            dev.seqs.noisy_host = batch->noisy;
+            dev.seqs.position_host = batch->position_ids;
+        }
         die_on(m->family->forward(m, ctx, &dev, false, hidden));
         die_on(ith_model_logits(m, ctx, logits, hidden, rows));
         if (pass == 0) {
@@ -326,6 +357,8 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
     double worst = 0, largest = 0;
     for (int64_t i = 0; i < n * v; i++) {
         int64_t row = origin[begin + i / v];
+        if (row * v >= ith_st_numel(want)) /* diffusion: only the noisy rows, which come first */
+            break;
         float ref = 0;
         memcpy(&ref, (const char *)want->data + (row * v + i % v) * 4, 4);
         double diff = fabs((double)got[i] - (double)ref);
@@ -372,14 +405,15 @@ static double number(const json_t *json, const char *key)
 
 /* Loss, logits and every gradient of one batch. */
 static void check_batch(const golden *g, const options *o, const ith_micro_batch *batch,
-                        const char *what, const ith_st_entry *logits, double loss,
+                        mask_kind mask, const char *what, const ith_st_entry *logits, double loss,
                         const char *grads, results *r)
 {
     bench b;
     int32_t *origin = NULL;
     ith_micro_batch mine = deal(batch, o->mesh, &origin);
-    open_bench(&b, g, o, batch, 0);
-    check_logits(&b, o, &mine, origin, logits, r, what);
+    open_bench(&b, g, o, batch, mask, 0);
+    if (logits)
+        check_logits(&b, o, &mine, origin, mask, logits, r, what);
     ith_step_begin(b.step, batch->weight_sum);
     die_on(ith_step_micro(b.step, &mine));
     die_on(ith_step_reduce(b.step));
@@ -388,7 +422,8 @@ static void check_batch(const golden *g, const options *o, const ith_micro_batch
     die_on(ctx->device->download(ctx->device, &got, b.step->loss_sum.data, sizeof got, &err));
     die_on(ctx->device->sync(ctx->device, &err));
     record(r, fabs(got - loss) / fabs(loss), 1e-5, "%s loss", what);
-    check_pieces(&b, b.model->grad, g->dir, grads, 1e-4, r);
+    if (grads)
+        check_pieces(&b, b.model->grad, g->dir, grads, 1e-4, r);
     for (int c = 0; c < ITH_MEM_CLASSES;
          c++) /* the batch is as large as planned: no byte more, no byte less */
         record(r,
@@ -396,23 +431,30 @@ static void check_batch(const golden *g, const options *o, const ith_micro_batch
                                                       ith_plan_peak(ctx->plan, (ith_mem_class)c)),
                0, "planned memory of %s, %s", what, ith_mem_class_name((ith_mem_class)c));
     close_bench(&b);
+    ith_free(mine.noisy);
     free_batch(&mine);
     ith_free(origin);
 }
 
-static void check_adamw(const golden *g, const options *o, const ith_micro_batch *batch, results *r)
+static double number_or(const json_t *json, double otherwise)
+{
+    return json ? json_number_value(json) : otherwise;
+}
+
+static void check_adamw(const golden *g, const options *o, const ith_micro_batch *batch,
+                        mask_kind mask, results *r)
 {
     const json_t *a = json_object_get(g->json, "adamw");
     ith_adamw_hyper h = {(float)number(a, "lr"),
-                         (float)json_number_value(json_array_get(json_object_get(a, "betas"), 0)),
-                         (float)json_number_value(json_array_get(json_object_get(a, "betas"), 1)),
-                         (float)number(a, "eps"),
+                         (float)number_or(json_array_get(json_object_get(a, "betas"), 0), 0.9),
+                         (float)number_or(json_array_get(json_object_get(a, "betas"), 1), 0.999),
+                         (float)number_or(json_object_get(a, "eps"), 1e-8),
                          (float)number(a, "weight_decay"),
                          0};
     bench b;
     int32_t *origin = NULL;
     ith_micro_batch mine = deal(batch, o->mesh, &origin);
-    open_bench(&b, g, o, batch, number(a, "max_grad_norm"));
+    open_bench(&b, g, o, batch, mask, number(a, "max_grad_norm"));
     for (int64_t i = 0; i < 3; i++) {
         ith_step_stats stats;
         h.step = i + 1;
@@ -438,6 +480,7 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
     }
     check_pieces(&b, b.step->master.ndim ? b.step->master : b.model->w, g->dir, "after3", 1e-3, r);
     close_bench(&b);
+    ith_free(mine.noisy);
     free_batch(&mine);
     ith_free(origin);
 }
@@ -485,15 +528,202 @@ static void check_greedy(const golden *g, const options *o, results *r)
     ith_free(all);
 }
 
+/* Decoding runs of decode.json: tokens and numbers of forwards equal, confidences near. */
+typedef struct {
+    const json_t *trace;
+    double worst;
+    int64_t next; /* token within the step */
+    int64_t step;
+    bool wrong;
+} decode_trace;
+
+static void on_written(void *arg, int64_t i, int64_t position, int32_t id, double confidence,
+                       int64_t step)
+{
+    decode_trace *t = arg;
+    (void)i;
+    if (step != t->step)
+        t->next = 0;
+    t->step = step;
+    const json_t *accepted = json_object_get(json_array_get(t->trace, (size_t)step), "accepted");
+    bool found = false;
+    for (size_t k = 0; k < json_array_size(accepted); k++) {
+        const json_t *a = json_array_get(accepted, k);
+        if (json_integer_value(json_array_get(a, 0)) != position)
+            continue;
+        found = json_integer_value(json_array_get(a, 1)) == id;
+        t->worst = fmax(t->worst, fabs(json_number_value(json_array_get(a, 2)) - confidence));
+    }
+    t->wrong |= !found;
+}
+
+static int32_t *json_ints(const json_t *list, int64_t *count)
+{
+    *count = (int64_t)json_array_size(list);
+    int32_t *out = ith_malloc(*count * 4 + 4);
+    if (!out)
+        exit(1);
+    for (int64_t i = 0; i < *count; i++)
+        out[i] = (int32_t)json_integer_value(json_array_get(list, (size_t)i));
+    return out;
+}
+
+static void scale_head(ith_block_decoder *d, double scale)
+{
+    float *w = d->model->params[d->model->head].w.data; /* the CPU's, float32 */
+    for (int64_t i = 0; i < ith_numel(d->model->params[d->model->head].w); i++)
+        w[i] *= (float)scale;
+}
+
+/* batch > 1: the same prompt in every place must give the same answer in every place. */
+static void check_decode_run(const golden *g, const options *o, const json_t *run, int64_t batch,
+                             results *r)
+{
+    int64_t num_prompt = 0, num_row = 0, num_out = 0, max_new = (int64_t)number(run, "gen_length");
+    int32_t *prompt = json_ints(json_object_get(run, "prompt"), &num_prompt);
+    int32_t *row = json_ints(json_object_get(run, "sequence"), &num_row);
+    int32_t *generated = json_ints(json_object_get(run, "generated"), &num_out);
+    int32_t stop = (int32_t)number(run, "eos_id");
+    const json_t *threshold = json_object_get(run, "threshold");
+    const char *name = json_string_value(json_object_get(run, "name"));
+    double scale = number(run, "head_scale");
+    decode_trace trace = {.trace = json_object_get(run, "trace"), .step = -1};
+    ith_block_how how = {.block = (int64_t)number(run, "block_length"),
+                         .steps = (int64_t)number(run, "steps"),
+                         .minimal_topk = 1,
+                         .threshold = json_is_null(threshold) ? 2 : json_number_value(threshold),
+                         .max_new = max_new,
+                         .mask_id = (int32_t)number(run, "mask_id"),
+                         .stop_ids = &stop,
+                         .num_stop_ids = 1,
+                         .written = batch == 1 ? on_written : NULL,
+                         .arg = &trace};
+    ith_decoder_options opened = {.device = o->device,
+                                  .threads = o->threads,
+                                  .set_dtype = true,
+                                  .dtype = ITH_F32,
+                                  .batch = batch,
+                                  .capacity = ith_block_row_len(num_prompt, max_new, how.block),
+                                  .max_append = batch * num_prompt};
+    ith_block_decoder d;
+    ith_block_answer answers[3];
+    ith_ids prompts[3];
+    ith_buf path = {0};
+    ith_path_join(&path, g->dir, "hf");
+    die_on(ith_block_decoder_open(&d, path.data, &opened, how.block, &err));
+    scale_head(&d, scale);
+    for (int64_t i = 0; i < batch; i++)
+        prompts[i] = (ith_ids){.ids = prompt, .count = num_prompt};
+    die_on(ith_block_decoder_generate(&d, prompts, batch, &how, answers, &err));
+    for (int64_t i = 0; i < batch; i++) {
+        const ith_block_answer *a = &answers[i];
+        bool same = a->row.count == num_row && memcmp(a->row.ids, row, (size_t)num_row * 4) == 0 &&
+                    a->end - a->prompt == num_out &&
+                    memcmp(a->row.ids + a->prompt, generated, (size_t)num_out * 4) == 0;
+        record(r, same && !trace.wrong ? 0 : 1, 0, "decode %s tokens", name);
+        record(r, fabs((double)a->steps - number(run, "forwards")), 0, "decode %s steps", name);
+        record(r, fabs((double)(d.forwards + 1) - number(run, "forwards_with_cache")), 0,
+               "decode %s forwards but the last commit", name);
+        if (batch == 1)
+            record(r, trace.worst, scale > 1 ? 1e-5 : 1e-6, "decode %s confidence", name);
+        ith_ids_free(&answers[i].row);
+    }
+    ith_block_decoder_close(&d);
+    ith_buf_deinit(&path);
+    ith_free(prompt);
+    ith_free(row);
+    ith_free(generated);
+}
+
+static void check_decode(const golden *g, const options *o, results *r)
+{
+    ith_buf path = {0};
+    json_t *json = NULL;
+    ith_path_join(&path, g->dir, "decode.json");
+    bool can = ith_path_exists(path.data) && o->dtype == ITH_F32 && o->device == ITH_USE_CPU;
+    if (can) {
+        die_on(ith_json_load(&json, path.data, &err));
+        const json_t *runs = json_object_get(json, "runs");
+        for (size_t i = 0; i < json_array_size(runs); i++)
+            for (int64_t batch = 1; batch <= 3; batch += 2)
+                check_decode_run(g, o, json_array_get(runs, i), batch, r);
+        json_decref(json);
+    }
+    ith_buf_deinit(&path);
+}
+
+/* Diffusion: clean, noisy and labels [1,L] (labels at the masked positions themselves). */
+static void run_diffusion(golden *g, const options *o, results *r)
+{
+    int64_t len = ith_st_numel(entry_of(g, "clean"));
+    int32_t *clean = ints(entry_of(g, "clean")), *noisy = ints(entry_of(g, "noisy")),
+            *labels = ints(entry_of(g, "labels"));
+    float *weights = ith_malloc(len * 4);
+    for (int64_t i = 0; i < len; i++)
+        weights[i] = 1;
+    mask_kind blocks = {(int64_t)number(g->json, "block_size"), false}, all = {0, true};
+    ith_batch_limits limits = {.max_tokens = len, .max_docs = 1, .max_doc_tokens = len};
+    static const struct {
+        const char *what, *logits, *loss, *grads;
+        bool blocks, keep_all, only_logits;
+    } kinds[] = {
+        {"blocks", "noisy_logits", "loss", "grads", true, true, false},
+        {"bidirectional", "full_logits", "loss_full_bidirectional", NULL, false, true, false},
+        {"block-causal", "block_causal_logits", NULL, NULL, false, true, true},
+        {"skipping", NULL, "loss", "grads", true, false, false}};
+    for (size_t k = 0; k < sizeof kinds / sizeof *kinds; k++) {
+        ith_noise_options no = {.blocks = kinds[k].blocks,
+                                .block_size = blocks.block,
+                                .mask_id = (int32_t)number(g->json, "mask_id"),
+                                .same_token = true,
+                                .keep_all = kinds[k].keep_all};
+        ith_noiser *noiser = NULL;
+        ith_micro_batch batch;
+        die_on(ith_noiser_create(&noiser, &no, &limits, &err));
+        ith_noiser_begin(noiser);
+        ith_noiser_add(noiser, clean, noisy, labels, weights, len, 0);
+        ith_noiser_end(noiser, &batch);
+        mask_kind mask = kinds[k].blocks || kinds[k].only_logits ? blocks : all;
+        const ith_st_entry *logits = kinds[k].logits ? entry_of(g, kinds[k].logits) : NULL;
+        if (kinds[k].only_logits) {
+            bench b;
+            int32_t *origin = NULL;
+            ith_micro_batch mine = deal(&batch, o->mesh, &origin);
+            open_bench(&b, g, o, &batch, mask, 0);
+            check_logits(&b, o, &mine, origin, mask, logits, r, kinds[k].what);
+            close_bench(&b);
+            ith_free(mine.noisy);
+            free_batch(&mine);
+            ith_free(origin);
+        } else {
+            check_batch(g, o, &batch, mask, kinds[k].what, logits, number(g->json, kinds[k].loss),
+                        kinds[k].grads, r);
+        }
+        if (kinds[k].blocks)
+            check_adamw(g, o, &batch, mask, r);
+        ith_noiser_destroy(noiser);
+    }
+    ith_free(clean);
+    ith_free(noisy);
+    ith_free(labels);
+    ith_free(weights);
+}
+
 static void run_golden(golden *g, const options *o, results *r)
 {
+    const mask_kind causal = {0, false};
+    if (entry_of(g, "noisy")) {
+        run_diffusion(g, o, r);
+        check_decode(g, o, r);
+        return;
+    }
     const ith_st_entry *ids_entry = entry_of(g, "input_ids"), *packed = entry_of(g, "packed_ids");
     int32_t *ids = ints(ids_entry), *labels = ints(entry_of(g, "labels"));
     int32_t cu[2] = {0, (int32_t)ith_st_numel(ids_entry)};
     ith_micro_batch one = batch_of(ids, labels, cu, 1);
-    check_batch(g, o, &one, "one document", entry_of(g, "logits"), number(g->json, "loss"), "grads",
-                r);
-    check_adamw(g, o, &one, r);
+    check_batch(g, o, &one, causal, "one document", entry_of(g, "logits"), number(g->json, "loss"),
+                "grads", r);
+    check_adamw(g, o, &one, causal, r);
     check_greedy(g, o, r);
     free_batch(&one);
     ith_free(ids);
@@ -505,8 +735,8 @@ static void run_golden(golden *g, const options *o, results *r)
     ids = ints(packed);
     labels = ints(entry_of(g, "packed_labels"));
     ith_micro_batch many = batch_of(ids, labels, packed_cu, ith_st_numel(cu_entry) - 1);
-    check_batch(g, o, &many, "packed", entry_of(g, "packed_logits"), number(g->json, "packed_loss"),
-                "grads_packed", r);
+    check_batch(g, o, &many, causal, "packed", entry_of(g, "packed_logits"),
+                number(g->json, "packed_loss"), "grads_packed", r);
     free_batch(&many);
     ith_free(ids);
     ith_free(labels);

@@ -356,6 +356,74 @@ static ith_status attention_backward(op_run *r, const int64_t *a)
                                   a[ATT_CAUSAL] != 0);
 }
 
+/* Block diffusion: documents [noisy; clean] whose noisy part holds every `keep`-th block; keep 0:
+ * no noisy rows, blocks alone. */
+enum { BLK_DOCS, BLK_SIZE, BLK_KEEP, BLK_HQ, BLK_HKV, BLK_DH, BLK_PAD };
+
+static ith_seqs make_block_seqs(op_run *r, const int64_t *a, int64_t *rows)
+{
+    const document_list *list = &document_lists[a[BLK_DOCS]];
+    ith_seqs seqs = {.num_docs = list->num_docs, .block = a[BLK_SIZE]};
+    int32_t cu[10] = {0}, noisy[10] = {0}, position[2048];
+    int64_t n = 0, b = a[BLK_SIZE];
+    for (int64_t i = 0; i < list->num_docs; i++) {
+        int32_t len = list->cu[i + 1] - list->cu[i];
+        for (int32_t p = 0; p < len && a[BLK_KEEP]; p++)
+            if (p / b % a[BLK_KEEP] == 0) {
+                position[n++] = p;
+                noisy[i]++;
+            }
+        for (int32_t p = 0; p < len; p++)
+            position[n++] = p;
+        cu[i + 1] = (int32_t)n;
+        seqs.max_len = ith_max_i64(seqs.max_len, len + noisy[i]);
+    }
+    ITH_ASSERT(n <= 2048);
+    seqs.cu_seqlens = op_ints(r, "cu_seqlens", cu, OP_VECTOR, list->num_docs + 1);
+    seqs.cu_host = op_host_ints(r, seqs.cu_seqlens);
+    if (a[BLK_KEEP]) {
+        seqs.noisy = op_ints(r, "noisy", noisy, OP_VECTOR, list->num_docs);
+        seqs.noisy_host = op_host_ints(r, seqs.noisy);
+        seqs.position = op_ints(r, "position", position, OP_VECTOR, n);
+        seqs.position_host = op_host_ints(r, seqs.position);
+    }
+    *rows = n;
+    return seqs;
+}
+
+static ith_status block_attention(op_run *r, const int64_t *a, bool backward)
+{
+    const int64_t plain[] = {0, a[BLK_HQ], a[BLK_HKV], a[BLK_DH], 1, a[BLK_PAD]};
+    int64_t rows = 0, cols = (a[BLK_HQ] + 2 * a[BLK_HKV]) * a[BLK_DH];
+    ith_seqs seqs = make_block_seqs(r, a, &rows);
+    ith_tensor qkv = matrix(r, OP_IN, OP_ACT, "qkv", op_normal, rows, cols, a[BLK_PAD]), dqkv, do_;
+    ith_tensor o = heads(r, OP_OUT, OP_ACT, "o", NULL, rows, a[BLK_HQ], a[BLK_DH], 0);
+    ith_tensor lse = matrix(r, OP_OPAQUE, OP_STAT, "lse", NULL, rows, a[BLK_HQ], 0);
+    if (backward) {
+        dqkv = matrix(r, OP_OUT, OP_ACT, "dqkv", NULL, rows, cols, a[BLK_PAD]);
+        do_ = heads(r, OP_IN, OP_ACT, "do", op_normal, rows, a[BLK_HQ], a[BLK_DH], 0);
+    }
+    OP_READY(r);
+    qkv_views in = attention_views(qkv, plain);
+    float scale = attention_scale(plain);
+    ITH_TRY(ith_attention_forward(r->ctx, o, lse, in.q, in.k, in.v, seqs, scale, true));
+    if (!backward)
+        return ITH_OK;
+    qkv_views d = attention_views(dqkv, plain);
+    return ith_attention_backward(r->ctx, d.q, d.k, d.v, do_, in.q, in.k, in.v, o, lse, seqs, scale,
+                                  true);
+}
+
+static ith_status attention_blocks_forward(op_run *r, const int64_t *a)
+{
+    return block_attention(r, a, false);
+}
+
+static ith_status attention_blocks_backward(op_run *r, const int64_t *a)
+{
+    return block_attention(r, a, true);
+}
+
 enum { DEC_B, DEC_NEW, DEC_C, DEC_HQ, DEC_HKV, DEC_DH };
 
 /* Lengths: full, idle, and random ones that hold the new rows. */
@@ -571,6 +639,44 @@ static ith_status router_backward(op_run *r, const int64_t *a)
                                a[MOE_NORM] != 0);
 }
 
+enum { GR_T, GR_E, GR_K, GR_GROUPS, GR_STAY, GR_BIAS };
+
+/* Equal biased scores within a group are common here as well. */
+static double grid_bias(const op_run *r, uint64_t stream, const ith_tensor *t, int64_t n)
+{
+    return round(op_normal(r, stream, t, n)) / 4;
+}
+
+static ith_status group_router(op_run *r, const int64_t *a, bool backward)
+{
+    int64_t topk[2] = {a[GR_T], a[GR_K]};
+    ith_tensor w = matrix(r, OP_OUT, OP_STAT, "topk_w", NULL, a[GR_T], a[GR_K], 0);
+    ith_tensor idx = op_make(r, OP_OUT, OP_I32, "topk_idx", NULL, 2, topk, 0);
+    ith_tensor scores = matrix(r, OP_OUT, OP_STAT, "scores", NULL, a[GR_T], a[GR_E], 0);
+    ith_tensor z = matrix(r, OP_IN, OP_STAT, "logits", grid_logits, a[GR_T], a[GR_E], 0);
+    ith_tensor bias = ith_tensor_none(), dlogits, dtopk;
+    if (a[GR_BIAS])
+        bias = vector(r, OP_IN, OP_STAT, "bias", grid_bias, a[GR_E]);
+    if (backward) {
+        dlogits = matrix(r, OP_OUT, OP_ACT, "dlogits", NULL, a[GR_T], a[GR_E], 0);
+        dtopk = matrix(r, OP_IN, OP_STAT, "dtopk_w", op_normal, a[GR_T], a[GR_K], 0);
+    }
+    OP_READY(r);
+    ITH_TRY(
+        ith_group_router_forward(r->ctx, w, idx, scores, z, bias, a[GR_GROUPS], a[GR_STAY], 2.5F));
+    return backward ? ith_group_router_backward(r->ctx, dlogits, dtopk, idx, scores, 2.5F) : ITH_OK;
+}
+
+static ith_status group_router_forward(op_run *r, const int64_t *a)
+{
+    return group_router(r, a, false);
+}
+
+static ith_status group_router_backward(op_run *r, const int64_t *a)
+{
+    return group_router(r, a, true);
+}
+
 /* Routing of T tokens to k different experts of E; `skew` 1 sends everything to the last ones. */
 static ith_tensor routing(op_run *r, int64_t tokens, int64_t experts, int64_t k, bool skew)
 {
@@ -784,6 +890,8 @@ FAMILY(linear_backward_input, false, FLOOR, "T N K pad accumulate")
 FAMILY(linear_backward_weight, false, FLOOR, "T N K pad")
 FAMILY(attention_forward, false, FLOOR_ATTENTION, "docs Hq Hkv Dh causal pad")
 FAMILY(attention_backward, false, FLOOR_ATTENTION, "docs Hq Hkv Dh causal pad")
+FAMILY(attention_blocks_forward, false, FLOOR_ATTENTION, "docs block keep Hq Hkv Dh pad")
+FAMILY(attention_blocks_backward, false, FLOOR_ATTENTION, "docs block keep Hq Hkv Dh pad")
 FAMILY(attention_decode, false, FLOOR_ATTENTION, "B new C Hq Hkv Dh")
 FAMILY(swiglu_forward, false, FLOOR, "T I pad")
 FAMILY(swiglu_backward, false, FLOOR, "T I pad h alias")
@@ -796,6 +904,8 @@ FAMILY(cross_entropy, false, FLOOR, "M V pad gradient stat far")
 FAMILY(dot_accumulate, false, FLOOR, "n b")
 FAMILY(router_forward, false, FLOOR, "T E k norm")
 FAMILY(router_backward, false, FLOOR, "T E k norm aux")
+FAMILY(group_router_forward, false, FLOOR, "T E k groups stay bias")
+FAMILY(group_router_backward, false, FLOOR, "T E k groups stay bias")
 FAMILY(expert_sort, true, 0, "T E k skew")
 FAMILY(expert_load, false, FLOOR, "T E k skew")
 FAMILY(grouped_linear_forward, false, FLOOR, "T E k skew N D tail")

@@ -445,6 +445,55 @@ static void test_attention_gradient(void **state)
     }
 }
 
+/* Block masks: packed documents [noisy; clean] with every `keep`-th block noisy; 0: none is. */
+static void check_attention_blocks(int64_t block, int64_t keep, int64_t dim, bool tiny)
+{
+    static const int32_t tiny_lens[] = {5, 0, 1, 4}, lens[] = {37, 1, 24};
+    int64_t num_docs = tiny ? 4 : 3, rows = 0;
+    int32_t cu[5] = {0}, noisy[4] = {0}, position[256];
+    grad_case g;
+    case_begin(&g, "attention, blocks", attention_fwd, attention_bwd);
+    g.p[0] = 1;
+    for (int64_t i = 0; i < num_docs; i++) {
+        int32_t len = tiny ? tiny_lens[i] : lens[i];
+        for (int32_t p = 0; p < len && keep; p++)
+            if (p / block % keep == 0) {
+                position[rows++] = p;
+                noisy[i]++;
+            }
+        for (int32_t p = 0; p < len; p++)
+            position[rows++] = p;
+        cu[i + 1] = (int32_t)rows;
+        g.seqs.max_len = ith_max_i64(g.seqs.max_len, len + noisy[i]);
+    }
+    add_in(&g, 3, rows, 4, dim);
+    add_in(&g, 3, rows, 2, dim);
+    add_in(&g, 3, rows, 2, dim);
+    add_out(&g, 3, rows, 4, dim);
+    g.saved[0] = new_tensor(&g, ITH_F64, 2, rows, 4, 1);
+    g.seqs.num_docs = num_docs;
+    g.seqs.block = block;
+    g.seqs.cu_seqlens = int_tensor(&g, num_docs + 1, cu);
+    g.seqs.cu_host = cu;
+    if (keep) {
+        g.seqs.noisy = int_tensor(&g, num_docs, noisy);
+        g.seqs.position = int_tensor(&g, rows, position);
+        g.seqs.noisy_host = noisy;
+        g.seqs.position_host = position;
+    }
+    case_end(&g, tiny);
+}
+
+static void test_attention_blocks_gradient(void **state)
+{
+    (void)state;
+    for (int64_t keep = 0; keep < 3; keep++) {
+        check_attention_blocks(2, keep, 3, true);
+        check_attention_blocks(4, keep, 3, true);
+        check_attention_blocks(8, keep, 16, false);
+    }
+}
+
 /* ---- SwiGLU ---- */
 
 static ith_status swiglu_fwd(grad_case *g)
@@ -522,6 +571,40 @@ static ith_status router_bwd(grad_case *g)
 {
     return ith_router_backward(&g->ctx, g->grad[0], g->dout[0], g->out[0], g->saved[0], g->out[1],
                                g->p[1] ? g->saved[1] : none(), 0.5F, g->p[0] != 0);
+}
+
+/* p: groups, groups that stay; saved[2]: bias. */
+static ith_status group_router_fwd(grad_case *g)
+{
+    return ith_group_router_forward(&g->ctx, g->out[0], g->saved[0], g->saved[1], g->in[0],
+                                    g->saved[2], g->p[0], g->p[1], 2.5F);
+}
+
+static ith_status group_router_bwd(grad_case *g)
+{
+    return ith_group_router_backward(&g->ctx, g->grad[0], g->dout[0], g->saved[0], g->saved[1],
+                                     2.5F);
+}
+
+static void test_group_router_gradient(void **state)
+{
+    (void)state;
+    /* T E k groups stay */
+    static const int64_t shapes[][5] = {
+        {1, 2, 1, 1, 1}, {3, 8, 2, 4, 2}, {4, 6, 3, 2, 1}, {20, 64, 8, 8, 4}};
+    for (int i = 0; i < 4; i++) {
+        const int64_t *s = shapes[i];
+        grad_case g;
+        case_begin(&g, "group router", group_router_fwd, group_router_bwd);
+        g.p[0] = s[3];
+        g.p[1] = s[4];
+        add_in(&g, 2, s[0], s[1], 1);
+        add_out(&g, 2, s[0], s[2], 1);
+        g.saved[0] = new_tensor(&g, ITH_I32, 2, s[0], s[2], 1);
+        g.saved[1] = new_tensor(&g, ITH_F64, 2, s[0], s[1], 1);
+        g.saved[2] = random_tensor(&g, 1, s[1], 1, 1);
+        case_end(&g, s[1] < 64);
+    }
 }
 
 static void test_router_gradient(void **state)
@@ -684,9 +767,11 @@ int main(void)
         cmocka_unit_test(test_qk_norm_rope_gradient),
         cmocka_unit_test(test_linear_gradient),
         cmocka_unit_test(test_attention_gradient),
+        cmocka_unit_test(test_attention_blocks_gradient),
         cmocka_unit_test(test_swiglu_gradient),
         cmocka_unit_test(test_cross_entropy_gradient),
         cmocka_unit_test(test_router_gradient),
+        cmocka_unit_test(test_group_router_gradient),
         cmocka_unit_test(test_moe_block_gradient),
         cmocka_unit_test(test_moves_are_adjoint),
     };

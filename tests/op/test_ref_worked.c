@@ -145,7 +145,7 @@ static void test_attention_weights_one_and_three_quarters(void **state)
     ith_ctx ctx = ref();
     float q[] = {1, 1}, k[] = {0, (float)log(3.0)}, v[] = {4, 8}, o[2], lse[2];
     int32_t cu[] = {0, 2};
-    ith_seqs seqs = {ints(cu, 2), cu, 1, 2};
+    ith_seqs seqs = {.cu_seqlens = ints(cu, 2), .cu_host = cu, .num_docs = 1, .max_len = 2};
     assert_ok(ith_attention_forward(&ctx, f3(o, 2, 1, 1), f2(lse, 2, 1), f3(q, 2, 1, 1),
                                     f3(k, 2, 1, 1), f3(v, 2, 1, 1), seqs, 1, true),
               err);
@@ -155,6 +155,50 @@ static void test_attention_weights_one_and_three_quarters(void **state)
                                     f3(k, 2, 1, 1), f3(v, 2, 1, 1), seqs, 1, false),
               err);
     near_values("o, not causal", o, (double[]){7, 7}, 2, 1e-6);
+}
+
+/* [noisy; clean] of 4 tokens in blocks of 2, and of 5: which key each row sees, worked out by hand.
+ * A key's weight shows in its own place of o: v is the unit matrix, all scores are 0. */
+static void check_block_mask(int64_t len, int64_t block, const char *const *rows)
+{
+    ith_ctx ctx = ref();
+    enum { MAX = 10 };
+    float zero[MAX * MAX] = {0}, v[MAX * MAX] = {0}, o[MAX * MAX], lse[MAX];
+    int32_t cu[] = {0, (int32_t)(2 * len)}, noisy[] = {(int32_t)len}, position[MAX];
+    int64_t n = 2 * len, dim = 2 * len;
+    for (int64_t i = 0; i < n; i++) {
+        position[i] = (int32_t)(i % len);
+        v[i * dim + i] = 1;
+    }
+    ith_seqs seqs = {.cu_seqlens = ints(cu, 2),
+                     .cu_host = cu,
+                     .num_docs = 1,
+                     .max_len = n,
+                     .block = block,
+                     .noisy = ints(noisy, 1),
+                     .position = ints(position, n),
+                     .noisy_host = noisy,
+                     .position_host = position};
+    assert_ok(ith_attention_forward(&ctx, f3(o, n, 1, dim), f2(lse, n, 1), f3(zero, n, 1, dim),
+                                    f3(zero, n, 1, dim), f3(v, n, 1, dim), seqs, 1, true),
+              err);
+    for (int64_t q = 0; q < n; q++)
+        for (int64_t k = 0; k < n; k++)
+            if ((o[q * dim + k] > 0) != (rows[q][k] == '1'))
+                fail_msg("L=%d b=%d: row %d, key %d: weight %g, expected %c", (int)len, (int)block,
+                         (int)q, (int)k, (double)o[q * dim + k], rows[q][k]);
+}
+
+static void test_block_diffusion_mask_by_hand(void **state)
+{
+    (void)state;
+    static const char *const four[] = {"11000000", "11000000", "00111100", "00111100",
+                                       "00001100", "00001100", "00001111", "00001111"};
+    static const char *const five[] = {"1100000000", "1100000000", "0011011000", "0011011000",
+                                       "0000111110", "0000011000", "0000011000", "0000011110",
+                                       "0000011110", "0000011111"};
+    check_block_mask(4, 2, four);
+    check_block_mask(5, 2, five);
 }
 
 static void fill(float *x, int64_t n, uint64_t stream)
@@ -178,14 +222,17 @@ static void test_attention_packed_is_separate(void **state)
     int32_t cu[] = {0, 4, 4, 5, 9}, single[] = {0, 0};
     ith_tensor tq = f3(q, TOKENS, HEADS, DIM), tk = f3(k, TOKENS, KV_HEADS, DIM);
     ith_tensor tv = f3(v, TOKENS, KV_HEADS, DIM);
-    ith_seqs seqs = {ints(cu, 5), cu, 4, 4};
+    ith_seqs seqs = {.cu_seqlens = ints(cu, 5), .cu_host = cu, .num_docs = 4, .max_len = 4};
     assert_ok(ith_attention_forward(&ctx, f3(o[0], TOKENS, HEADS, DIM), f2(lse[0], TOKENS, HEADS),
                                     tq, tk, tv, seqs, 0.5F, true),
               err);
     for (int i = 0; i < 4; i++) {
         int64_t begin = cu[i], end = cu[i + 1];
         single[1] = (int32_t)(end - begin);
-        ith_seqs one = {ints(single, 2), single, 1, end - begin};
+        ith_seqs one = {.cu_seqlens = ints(single, 2),
+                        .cu_host = single,
+                        .num_docs = 1,
+                        .max_len = end - begin};
         assert_ok(
             ith_attention_forward(&ctx, ith_row_range(f3(o[1], TOKENS, HEADS, DIM), begin, end),
                                   ith_row_range(f2(lse[1], TOKENS, HEADS), begin, end),
@@ -210,7 +257,7 @@ static void test_decode_is_the_end_of_forward(void **state)
     fill(k, 2 * CACHE * KV_HEADS * DIM, 2);
     fill(v, 2 * CACHE * KV_HEADS * DIM, 3);
     int32_t cu[] = {0, TOKENS}, lengths[] = {TOKENS, 0};
-    ith_seqs seqs = {ints(cu, 2), cu, 1, TOKENS};
+    ith_seqs seqs = {.cu_seqlens = ints(cu, 2), .cu_host = cu, .num_docs = 1, .max_len = TOKENS};
     assert_ok(ith_attention_forward(&ctx, f3(o, TOKENS, HEADS, DIM), f2(lse, TOKENS, HEADS),
                                     f3(q, TOKENS, HEADS, DIM), f3(k, TOKENS, KV_HEADS, DIM),
                                     f3(v, TOKENS, KV_HEADS, DIM), seqs, 0.5F, true),
@@ -299,6 +346,51 @@ static void test_cross_entropy_far_logits_do_not_overflow(void **state)
 }
 
 /* ---- experts ---- */
+
+/* Which experts and which weights for scores s (as logits) and a bias: by hand. */
+static void check_group_router(const char *what, int64_t experts, int64_t k, int64_t groups,
+                               int64_t stay, const double *s, const float *bias,
+                               const int32_t *experts_wanted, const double *weights_wanted)
+{
+    ith_ctx ctx = ref();
+    float z[8], scores[8], w[2];
+    int32_t idx[2];
+    for (int64_t e = 0; e < experts; e++)
+        z[e] = (float)log(s[e] / (1 - s[e]));
+    ith_tensor ti = ith_tensor_2d(idx, ITH_I32, 1, k);
+    ith_tensor tb = ith_tensor_1d((void *)(uintptr_t)bias, ITH_F32, experts);
+    assert_ok(ith_group_router_forward(&ctx, f2(w, 1, k), ti, f2(scores, 1, experts),
+                                       f2(z, 1, experts), tb, groups, stay, 2.5F),
+              err);
+    near_values(what, w, weights_wanted, (int)k, 1e-6);
+    for (int64_t i = 0; i < k; i++)
+        if (idx[i] != experts_wanted[i])
+            fail_msg("%s: slot %d has expert %d, expected %d", what, (int)i, idx[i],
+                     experts_wanted[i]);
+}
+
+static void test_group_router_by_hand(void **state)
+{
+    (void)state;
+    check_group_router("bias serves the choice alone", 4, 2, 2, 2, (double[]){.5, .5, .5, .5},
+                       (float[]){0, .1F, .2F, 0}, (int32_t[]){2, 1}, (double[]){1.25, 1.25});
+    check_group_router("best expert in a group that is dropped", 8, 2, 4, 2,
+                       (double[]){.5, .85, .8, .75, .95, .05, .3, .2},
+                       (float[]){0, 0, 0, .2F, 0, 0, 0, 0}, (int32_t[]){3, 1},
+                       (double[]){1.171875, 1.328125});
+    check_group_router("dropped groups lose to negative scores", 8, 2, 4, 1,
+                       (double[]){.9, .1, .3, .2, .2, .2, .1, .3},
+                       (float[]){0, -.4F, 0, 0, 0, 0, 0, 0}, (int32_t[]){0, 1},
+                       (double[]){2.25, .25});
+    check_group_router("two largest of a group", 8, 2, 2, 1,
+                       (double[]){.9, .15, .14, .13, .6, .5, .05, .05}, (float[8]){0},
+                       (int32_t[]){4, 5}, (double[]){1.5 / 1.1, 1.25 / 1.1});
+    check_group_router("one expert: its score is not divided", 4, 1, 2, 1,
+                       (double[]){.2, .3, .6, .5}, (float[4]){0}, (int32_t[]){2}, (double[]){1.5});
+    check_group_router("near tie: the larger by 1e-7", 4, 1, 1, 1,
+                       (double[]){.5, .5000002, .5, .5000001}, (float[4]){0}, (int32_t[]){1},
+                       (double[]){1.25});
+}
 
 static void test_router_probabilities_ties_and_near_ties(void **state)
 {
@@ -505,7 +597,10 @@ static void test_counting_touches_no_memory(void **state)
     ith_tensor q = ith_tensor_3d(NULL, ITH_BF16, 100, 4, 64), kv = q;
     kv.shape[1] = 2;
     ith_tensor lse = ith_tensor_2d(NULL, ITH_F32, 100, 4);
-    ith_seqs seqs = {ith_tensor_1d(NULL, ITH_I32, 3), NULL, 2, 60};
+    ith_seqs seqs = {.cu_seqlens = ith_tensor_1d(NULL, ITH_I32, 3),
+                     .cu_host = NULL,
+                     .num_docs = 2,
+                     .max_len = 60};
     assert_ok(ith_attention_forward(&ctx, q, lse, q, kv, kv, seqs, 1, true), err);
     assert_int_equal(ith_plan_peak(ctx.plan, ITH_MEM_WORKSPACE), 256); /* 60 floats */
     assert_ok(ith_attention_backward(&ctx, q, kv, kv, q, q, kv, kv, q, lse, seqs, 1, true), err);
@@ -522,6 +617,7 @@ int main(void)
         cmocka_unit_test(test_mrope_frequency_reads_its_axis),
         cmocka_unit_test(test_attention_weights_one_and_three_quarters),
         cmocka_unit_test(test_attention_packed_is_separate),
+        cmocka_unit_test(test_block_diffusion_mask_by_hand),
         cmocka_unit_test(test_decode_is_the_end_of_forward),
         cmocka_unit_test(test_linear_adds_to_what_is_there),
         cmocka_unit_test(test_swiglu_values_and_extremes),
@@ -529,6 +625,7 @@ int main(void)
         cmocka_unit_test(test_cross_entropy_of_uniform_logits_is_log_words),
         cmocka_unit_test(test_cross_entropy_far_logits_do_not_overflow),
         cmocka_unit_test(test_router_probabilities_ties_and_near_ties),
+        cmocka_unit_test(test_group_router_by_hand),
         cmocka_unit_test(test_expert_sort_by_hand),
         cmocka_unit_test(test_adamw_first_step_is_a_sign),
         cmocka_unit_test(test_adamw_follows_the_published_steps),

@@ -20,6 +20,11 @@ typedef struct {
     int64_t kv_head, pad, cols;     /* pad: columns of one head; cols = group * pad */
     int64_t i0, num_q;              /* query positions of this tile, within the document */
     int64_t kd_dim, dim_ld;
+    int64_t noisy; /* rows of the document's noisy part */
+    /* Keys that a query position sees: [lo[i], hi[i]), noisy stretch, then clean one: [2*pad]. Of a
+     * stretch: all keys that any of them sees, and those that all of them see. */
+    int32_t *lo, *hi;
+    int64_t any_lo[2], any_hi[2], all_lo[2], all_hi[2];
     float *s, *dp, *out;                    /* [KV_BLOCK, cols] twice, [dim, cols] */
     float *max, *sum;                       /* [cols]; backward: lse and delta */
     float *rows;                            /* [pad, dim] */
@@ -54,6 +59,8 @@ static int64_t flash_layout(const ith_cpu_attention *a, flash *f, char *base, bo
     PART(max, f->cols);
     PART(sum, f->cols);
     PART(rows, f->pad * dim);
+    PART(lo, 2 * f->pad);
+    PART(hi, 2 * f->pad);
     PART(qp, f->cols * f->kd_dim);
     PART(kp, kv_mr * f->kd_dim);
     PART(p, f->cols * rows_kd);
@@ -137,35 +144,72 @@ INLINE void flash_put(const flash *f, uint32_t *dst, int64_t kd, int64_t row, in
     }
 }
 
-/* Query position of each lane. */
-INLINE VI lane_positions(const flash *f, int64_t c)
+/* Begin, length and noisy rows of a document. */
+static void flash_document(const ith_cpu_attention *a, flash *f, int64_t doc)
 {
-    return v_lanes() + v_seti((int32_t)(f->i0 + c % f->pad));
+    f->begin = a->seqs.cu_host[doc];
+    f->len = a->seqs.cu_host[doc + 1] - f->begin;
+    f->noisy = a->seqs.noisy_host ? a->seqs.noisy_host[doc] : 0;
+}
+
+/* Limits of the tile's query positions; padding repeats the last one, so that it never looks at
+ * keys of its own. */
+static void flash_limits(const ith_cpu_attention *a, flash *f)
+{
+    for (int part = 0; part < 2; part++) {
+        f->any_lo[part] = f->all_hi[part] = f->len;
+        f->any_hi[part] = f->all_lo[part] = 0;
+    }
+    for (int64_t i = 0; i < f->pad; i++) {
+        int64_t row = f->i0 + ith_min_i64(i, f->num_q - 1);
+        int64_t position = row < f->noisy ? a->seqs.position_host[f->begin + row] : 0;
+        ith_key_range r = ith_keys_seen(a->seqs.block, a->causal, f->len, f->noisy, row, position);
+        for (int part = 0; part < 2; part++) {
+            f->lo[part * f->pad + i] = (int32_t)r.lo[part];
+            f->hi[part * f->pad + i] = (int32_t)r.hi[part];
+            f->all_lo[part] = ith_max_i64(f->all_lo[part], r.lo[part]);
+            f->all_hi[part] = ith_min_i64(f->all_hi[part], r.hi[part]);
+            if (r.lo[part] >= r.hi[part])
+                continue;
+            f->any_lo[part] = ith_min_i64(f->any_lo[part], r.lo[part]);
+            f->any_hi[part] = ith_max_i64(f->any_hi[part], r.hi[part]);
+        }
+    }
+}
+
+/* Lanes of column c that do not see key j. */
+INLINE VI flash_hidden(const flash *f, int part, int64_t c, int64_t j)
+{
+    VI lo, hi, key = v_seti((int32_t)j);
+    memcpy(&lo, f->lo + part * f->pad + c % f->pad, sizeof lo);
+    memcpy(&hi, f->hi + part * f->pad + c % f->pad, sizeof hi);
+    return (key < lo) | (key >= hi);
 }
 
 /* Online softmax of n rows, VW columns: scaled and masked scores, new maximum, P, rescaled sum
  * and output. */
-static void flash_softmax(const flash *f, int64_t j0, int64_t n, int64_t c, float scale,
+static void flash_softmax(const flash *f, int part, int64_t j0, int64_t n, int64_t c, float scale,
                           bool masked, bool first)
 {
     const V none = v_set(-__builtin_inff());
     V top = first ? none : v_load_f32(f->max + c), old = top;
-    VI pos = lane_positions(f, c);
     for (int64_t j = 0; j < n; j++) {
         float *at = f->s + j * f->cols + c;
         V x = v_load_f32(at) * v_set(scale);
         if (masked)
-            x = v_select(v_seti((int32_t)(j0 + j)) > pos, none, x);
+            x = v_select(flash_hidden(f, part, c, j0 + j), none, x);
         memcpy(at, &x, sizeof x);
         top = v_max(top, x);
     }
-    V alpha = first ? v_set(0.0f) : v_exp(old - top);
+    /* A query that has seen no key yet: -inf - -inf is no number. */
+    V base = masked ? v_select(top == none, v_set(0.0f), top) : top;
+    V alpha = first ? v_set(0.0f) : v_exp(old - base);
     V sum = first ? v_set(0.0f) : v_load_f32(f->sum + c) * alpha;
     int64_t kd = operand_kd(f, n);
     for (int64_t j = 0; j < n; j += 2) {
-        V lo = v_exp(v_load_f32(f->s + j * f->cols + c) - top), hi = v_set(0.0f);
+        V lo = v_exp(v_load_f32(f->s + j * f->cols + c) - base), hi = v_set(0.0f);
         if (j + 1 < n)
-            hi = v_exp(v_load_f32(f->s + (j + 1) * f->cols + c) - top);
+            hi = v_exp(v_load_f32(f->s + (j + 1) * f->cols + c) - base);
         sum = sum + (lo + hi);
         flash_put(f, f->p, kd, j, c, lo, hi);
     }
@@ -198,22 +242,33 @@ static void flash_store(const flash *f, ith_tensor t)
     }
 }
 
+/* One block of keys against the tile. */
+static void flash_forward_block(const ith_cpu_attention *a, flash *f, int part, int64_t j0,
+                                int64_t n, bool first)
+{
+    int64_t kd = operand_kd(f, n);
+    ith_cpu_matrix k = head_matrix(a->k, f->begin + j0, f->kv_head, true);
+    ith_cpu_matrix v = head_matrix(a->v, f->begin + j0, f->kv_head, false);
+    pack(f->kp, MR, &k, 0, n, 0, f->dim, f->pairs);
+    pack(f->vp, MR, &v, 0, f->dim, 0, n, f->pairs);
+    flash_product(n, f->cols, f->kd_dim, f->kp, f->qp, f->s, f->cols, false, f->pairs);
+    bool masked = j0 < f->all_lo[part] || j0 + n > f->all_hi[part];
+    for (int64_t c = 0; c < f->cols; c += VW)
+        flash_softmax(f, part, j0, n, c, a->scale, masked, first);
+    flash_product(f->dim, f->cols, kd, f->vp, f->p, f->out, f->cols, !first, f->pairs);
+}
+
 static void flash_forward_tile(const ith_cpu_attention *a, flash *f)
 {
-    int64_t last = a->causal ? f->i0 + f->num_q : f->len;
+    bool first = true;
+    flash_limits(a, f);
     flash_pack_columns(f, f->qp, a->q);
-    for (int64_t j0 = 0; j0 < last; j0 += KV_BLOCK) {
-        int64_t n = ith_min_i64(KV_BLOCK, last - j0), kd = operand_kd(f, n);
-        ith_cpu_matrix k = head_matrix(a->k, f->begin + j0, f->kv_head, true);
-        ith_cpu_matrix v = head_matrix(a->v, f->begin + j0, f->kv_head, false);
-        pack(f->kp, MR, &k, 0, n, 0, f->dim, f->pairs);
-        pack(f->vp, MR, &v, 0, f->dim, 0, n, f->pairs);
-        flash_product(n, f->cols, f->kd_dim, f->kp, f->qp, f->s, f->cols, false, f->pairs);
-        bool masked = a->causal && j0 + n - 1 > f->i0;
-        for (int64_t c = 0; c < f->cols; c += VW)
-            flash_softmax(f, j0, n, c, a->scale, masked, j0 == 0);
-        flash_product(f->dim, f->cols, kd, f->vp, f->p, f->out, f->cols, j0 > 0, f->pairs);
-    }
+    for (int part = 0; part < 2; part++)
+        for (int64_t j0 = f->any_lo[part]; j0 < f->any_hi[part]; j0 += KV_BLOCK) {
+            int64_t n = ith_min_i64(KV_BLOCK, f->any_hi[part] - j0);
+            flash_forward_block(a, f, part, j0, n, first);
+            first = false;
+        }
     for (int64_t d = 0; d < f->dim; d++)
         for (int64_t c = 0; c < f->cols; c += VW) {
             V x = v_load_f32(f->out + d * f->cols + c) / v_load_f32(f->sum + c);
@@ -238,8 +293,7 @@ static void attention_forward(void *arg, int64_t begin, int64_t end, int thread)
         int64_t tile_idx = index / a->k.shape[1], doc = 0;
         f.kv_head = index % a->k.shape[1];
         for (;; doc++) {
-            f.begin = a->seqs.cu_host[doc];
-            f.len = a->seqs.cu_host[doc + 1] - f.begin;
+            flash_document(a, &f, doc);
             int64_t tiles = ith_div_ceil(f.len, a->q_block);
             if (tile_idx < tiles)
                 break;
@@ -276,11 +330,10 @@ static void flash_load_stats(const ith_cpu_attention *a, flash *f)
 }
 
 /* P and dS of n rows, VW columns, in both forms. */
-static void flash_gradient(const flash *f, int64_t j0, int64_t n, int64_t c, float scale,
+static void flash_gradient(const flash *f, int part, int64_t j0, int64_t n, int64_t c, float scale,
                            bool masked)
 {
     V lse = v_load_f32(f->max + c), delta = v_load_f32(f->sum + c);
-    VI pos = lane_positions(f, c);
     int64_t kd = operand_kd(f, n);
     for (int64_t j = 0; j < n; j += 2) {
         V ds[2] = {v_set(0.0f), v_set(0.0f)};
@@ -288,7 +341,7 @@ static void flash_gradient(const flash *f, int64_t j0, int64_t n, int64_t c, flo
             int64_t at = i * f->cols + c;
             V p = v_exp(v_load_f32(f->s + at) * v_set(scale) - lse);
             if (masked)
-                p = v_select(v_seti((int32_t)(j0 + i)) > pos, v_set(0.0f), p);
+                p = v_select(flash_hidden(f, part, c, j0 + i), v_set(0.0f), p);
             ds[i - j] = p * (v_load_f32(f->dp + at) - delta) * v_set(scale);
             v_store(f->pt, at, p, f->pairs);
             v_store(f->dst, at, ds[i - j], f->pairs);
@@ -311,10 +364,31 @@ static void flash_add_rows(const flash *f, const void *x, const uint32_t *rows, 
     }
 }
 
+static void flash_backward_block(const ith_cpu_attention *a, flash *f, int part, int64_t j0,
+                                 int64_t n, bool first)
+{
+    int64_t kd = operand_kd(f, n);
+    ith_cpu_matrix k = head_matrix(a->k, f->begin + j0, f->kv_head, true);
+    ith_cpu_matrix v = head_matrix(a->v, f->begin + j0, f->kv_head, true);
+    pack(f->kp, MR, &k, 0, n, 0, f->dim, f->pairs);
+    pack(f->vp, MR, &v, 0, n, 0, f->dim, f->pairs);
+    k.k_contiguous = false;
+    pack(f->ktp, MR, &k, 0, f->dim, 0, n, f->pairs);
+    flash_product(n, f->cols, f->kd_dim, f->kp, f->qp, f->s, f->cols, false, f->pairs);
+    flash_product(n, f->cols, f->kd_dim, f->vp, f->dop, f->dp, f->cols, false, f->pairs);
+    bool masked = j0 < f->all_lo[part] || j0 + n > f->all_hi[part];
+    for (int64_t c = 0; c < f->cols; c += VW)
+        flash_gradient(f, part, j0, n, c, a->scale, masked);
+    flash_product(f->dim, f->cols, kd, f->ktp, f->p, f->out, f->cols, !first, f->pairs);
+    flash_add_rows(f, f->pt, f->do_of, f->dv + j0 * f->dim_ld, n);
+    flash_add_rows(f, f->dst, f->q_of, f->dk + j0 * f->dim_ld, n);
+}
+
 static void flash_backward_tile(const ith_cpu_attention *a, flash *f)
 {
-    int64_t last = a->causal ? f->i0 + f->num_q : f->len;
     int64_t q_kd = operand_kd(f, f->num_q);
+    bool first = true;
+    flash_limits(a, f);
     flash_load_stats(a, f);
     flash_pack_columns(f, f->qp, a->q);
     flash_pack_columns(f, f->dop, a->do_);
@@ -325,23 +399,12 @@ static void flash_backward_tile(const ith_cpu_attention *a, flash *f)
         pack(f->q_of + g * f->dim_ld * q_kd, NR, &q, 0, f->dim, 0, f->num_q, f->pairs);
         pack(f->do_of + g * f->dim_ld * q_kd, NR, &grad, 0, f->dim, 0, f->num_q, f->pairs);
     }
-    for (int64_t j0 = 0; j0 < last; j0 += KV_BLOCK) {
-        int64_t n = ith_min_i64(KV_BLOCK, last - j0), kd = operand_kd(f, n);
-        ith_cpu_matrix k = head_matrix(a->k, f->begin + j0, f->kv_head, true);
-        ith_cpu_matrix v = head_matrix(a->v, f->begin + j0, f->kv_head, true);
-        pack(f->kp, MR, &k, 0, n, 0, f->dim, f->pairs);
-        pack(f->vp, MR, &v, 0, n, 0, f->dim, f->pairs);
-        k.k_contiguous = false;
-        pack(f->ktp, MR, &k, 0, f->dim, 0, n, f->pairs);
-        flash_product(n, f->cols, f->kd_dim, f->kp, f->qp, f->s, f->cols, false, f->pairs);
-        flash_product(n, f->cols, f->kd_dim, f->vp, f->dop, f->dp, f->cols, false, f->pairs);
-        bool masked = a->causal && j0 + n - 1 > f->i0;
-        for (int64_t c = 0; c < f->cols; c += VW)
-            flash_gradient(f, j0, n, c, a->scale, masked);
-        flash_product(f->dim, f->cols, kd, f->ktp, f->p, f->out, f->cols, j0 > 0, f->pairs);
-        flash_add_rows(f, f->pt, f->do_of, f->dv + j0 * f->dim_ld, n);
-        flash_add_rows(f, f->dst, f->q_of, f->dk + j0 * f->dim_ld, n);
-    }
+    for (int part = 0; part < 2; part++)
+        for (int64_t j0 = f->any_lo[part]; j0 < f->any_hi[part]; j0 += KV_BLOCK) {
+            int64_t n = ith_min_i64(KV_BLOCK, f->any_hi[part] - j0);
+            flash_backward_block(a, f, part, j0, n, first);
+            first = false;
+        }
     flash_store(f, a->dq);
 }
 
@@ -354,8 +417,7 @@ static void attention_backward(void *arg, int64_t begin, int64_t end, int thread
     for (int64_t index = begin; index < end; index++) {
         int64_t doc = index / a->k.shape[1];
         f.kv_head = index % a->k.shape[1];
-        f.begin = a->seqs.cu_host[doc];
-        f.len = a->seqs.cu_host[doc + 1] - f.begin;
+        flash_document(a, &f, doc);
         memset(f.dk, 0, (size_t)(f.len * f.dim_ld) * 4);
         memset(f.dv, 0, (size_t)(f.len * f.dim_ld) * 4);
         for (f.i0 = 0; f.i0 < f.len; f.i0 += a->q_block) {

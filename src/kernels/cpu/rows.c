@@ -388,6 +388,88 @@ static ith_status router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor d
     return ITH_OK;
 }
 
+typedef struct {
+    ith_tensor topk_w, topk_idx, scores, logits, bias;
+    int64_t n_group, topk_group;
+    float scaling;
+} group_router_job;
+
+static float *floats_at(ith_tensor t, int64_t row)
+{
+    return (float *)t.data + row * t.stride[0];
+}
+
+/* Index of the largest value, the first of equals. */
+static int64_t largest(const float *x, int64_t n)
+{
+    int64_t best = 0;
+    for (int64_t i = 1; i < n; i++)
+        best = x[i] > x[best] ? i : best;
+    return best;
+}
+
+/* Experts of the groups that do not stay lose their biased score c. */
+static void drop_groups(float *c, int64_t groups, int64_t size, int64_t stay)
+{
+    float score[ITH_CPU_MAX_EXPERTS];
+    bool stays[ITH_CPU_MAX_EXPERTS] = {false};
+    for (int64_t g = 0; g < groups; g++) {
+        float best = -INFINITY, second = -INFINITY;
+        for (int64_t i = 0; i < size; i++) {
+            float x = c[g * size + i];
+            second = x > best ? best : fmaxf(second, x);
+            best = fmaxf(best, x);
+        }
+        score[g] = size > 1 ? best + second : best;
+    }
+    for (int64_t i = 0; i < stay; i++) {
+        int64_t g = largest(score, groups);
+        stays[g] = true;
+        score[g] = -INFINITY;
+    }
+    for (int64_t e = 0; e < groups * size; e++)
+        c[e] = stays[e / size] ? c[e] : -INFINITY;
+}
+
+static void group_router_task(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const group_router_job *job = arg;
+    (void)thread;
+    int64_t experts = job->logits.shape[1], k = job->topk_w.shape[1];
+    for (int64_t t = begin; t < end; t++) {
+        float c[ITH_CPU_MAX_EXPERTS], sum = 1e-20f;
+        const float *z = floats_at(job->logits, t);
+        float *s = floats_at(job->scores, t), *w = floats_at(job->topk_w, t);
+        int32_t *idx = (int32_t *)job->topk_idx.data + t * job->topk_idx.stride[0];
+        for (int64_t e = 0; e < experts; e++) {
+            float x = expf(-fabsf(z[e]));
+            s[e] = z[e] >= 0 ? 1.0f / (1.0f + x) : x / (1.0f + x);
+            c[e] = s[e] + (job->bias.ndim ? ((const float *)job->bias.data)[e] : 0.0f);
+        }
+        drop_groups(c, job->n_group, experts / job->n_group, job->topk_group);
+        for (int64_t i = 0; i < k; i++) {
+            int64_t e = largest(c, experts);
+            c[e] = -INFINITY;
+            idx[i] = (int32_t)e;
+            sum += s[e];
+        }
+        for (int64_t i = 0; i < k; i++)
+            w[i] = (k > 1 ? s[idx[i]] / sum : s[idx[i]]) * job->scaling;
+    }
+}
+
+static ith_status group_router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_idx,
+                                       ith_tensor scores, ith_tensor logits, ith_tensor bias,
+                                       int64_t n_group, int64_t topk_group, float scaling)
+{
+    if (logits.dtype != ITH_F32 || logits.shape[1] > ITH_CPU_MAX_EXPERTS)
+        return ith_backend_ref()->group_router_forward.run(ctx, topk_w, topk_idx, scores, logits,
+                                                           bias, n_group, topk_group, scaling);
+    group_router_job job = {topk_w, topk_idx, scores, logits, bias, n_group, topk_group, scaling};
+    ith_pool_for(ctx->pool, logits.shape[0], 16, group_router_task, &job);
+    return ITH_OK;
+}
+
 static ith_status combine(ith_ctx *ctx, ith_tensor y, ith_tensor base, ith_tensor x,
                           ith_tensor topk_w, ith_tensor row_of)
 {
@@ -476,6 +558,7 @@ void ith_cpu_fill_rows(ith_backend *b)
     b->sumsq_accumulate.workspace = sumsq_bytes;
     b->router_forward.run = router_forward;
     b->router_backward.run = router_backward;
+    b->group_router_forward.run = group_router_forward;
     b->expert_combine.run = combine;
     b->expert_combine_backward.run = combine_backward;
     b->adamw.run = adamw;

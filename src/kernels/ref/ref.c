@@ -70,6 +70,14 @@ PICK_RUN(router_forward, logits,
          (ith_ctx * ctx, ith_t_ topk_w, ith_t_ topk_idx, ith_t_ probs, ith_t_ logits,
           bool norm_topk),
          (ctx, topk_w, topk_idx, probs, logits, norm_topk))
+PICK_RUN(group_router_forward, logits,
+         (ith_ctx * ctx, ith_t_ topk_w, ith_t_ topk_idx, ith_t_ scores, ith_t_ logits, ith_t_ bias,
+          int64_t n_group, int64_t topk_group, float scaling),
+         (ctx, topk_w, topk_idx, scores, logits, bias, n_group, topk_group, scaling))
+PICK_RUN(group_router_backward, scores,
+         (ith_ctx * ctx, ith_t_ dlogits, ith_t_ dtopk_w, ith_t_ topk_idx, ith_t_ scores,
+          float scaling),
+         (ctx, dlogits, dtopk_w, topk_idx, scores, scaling))
 PICK_RUN(expert_load, probs,
          (ith_ctx * ctx, ith_t_ fraction, ith_t_ mean_prob, ith_t_ offsets, ith_t_ probs,
           float scale),
@@ -207,6 +215,7 @@ const ith_backend *ith_backend_ref(void)
 {
     static const ith_backend table = {
         .name = "ref",
+        .block_masks = true,
         .embedding_forward = {embedding_forward, NULL},
         .embedding_backward = {embedding_backward, NULL},
         .rmsnorm_forward = {rmsnorm_forward, NULL},
@@ -230,6 +239,8 @@ const ith_backend *ith_backend_ref(void)
         .dot_accumulate = {dot_accumulate, NULL},
         .router_forward = {router_forward, NULL},
         .router_backward = {router_backward, NULL},
+        .group_router_forward = {group_router_forward, NULL},
+        .group_router_backward = {group_router_backward, NULL},
         .expert_load = {expert_load, NULL},
         .expert_sort = {expert_sort, NULL},
         .grouped_linear_forward = {grouped_linear_forward, NULL},

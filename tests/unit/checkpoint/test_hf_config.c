@@ -216,6 +216,46 @@ static void test_absent_and_null_keys_take_the_defaults(void **state)
     ith_hf_config_deinit(&c);
 }
 
+static const char llada2[] =
+    "{\"model_type\": \"llada2_moe\", \"rms_norm_eps\": 1e-06, \"rope_theta\": 600000,"
+    " \"num_experts\": 16, \"num_experts_per_tok\": 4, \"moe_intermediate_size\": 512,"
+    " \"num_shared_experts\": 1, \"first_k_dense_replace\": 1, \"n_group\": 4, \"topk_group\": 2,"
+    " \"routed_scaling_factor\": 2.5, \"use_bias\": false, \"use_qkv_bias\": false,"
+    " \"embedding_dropout\": 0.0, \"output_dropout\": 0.0, \"partial_rotary_factor\": 0.5,"
+    " \"score_function\": \"sigmoid\", \"pad_token_id\": 7, \"tie_word_embeddings\": false}";
+
+static void test_llada2_config_and_its_absent_keys(void **state)
+{
+    (void)state;
+    ith_hf_config c;
+    parse_ok(&c, llada2, "{}");
+    assert_int_equal(c.family, ITH_FAMILY_LLADA2);
+    assert_false(c.layer_is_moe[0]);
+    assert_true(c.layer_is_moe[1] && c.layer_is_moe[3]);
+    assert_int_equal(c.num_shared_experts, 1);
+    assert_int_equal(c.n_group, 4);
+    assert_int_equal(c.topk_group, 2);
+    assert_near(c.routed_scaling_factor, 2.5);
+    assert_near(c.rope.partial_rotary_factor, 0.5);
+    assert_int_equal(c.mask_token_id, -1);
+    assert_true(c.has_expert_bias);
+    ith_hf_config_deinit(&c);
+    parse_ok(&c, llada2,
+             "{\"model_type\": \"llada2_moe_veomni\", \"first_k_dense_replace\": \"<absent>\","
+             " \"n_group\": \"<absent>\", \"topk_group\": \"<absent>\", \"hidden_act\": "
+             "\"<absent>\","
+             " \"partial_rotary_factor\": \"<absent>\", \"routed_scaling_factor\": \"<absent>\","
+             " \"mask_token_id\": 9}");
+    assert_int_equal(c.family, ITH_FAMILY_LLADA2);
+    assert_true(c.layer_is_moe[0]);
+    assert_int_equal(c.n_group, 8);
+    assert_int_equal(c.topk_group, 4);
+    assert_near(c.routed_scaling_factor, 2.5);
+    assert_near(c.rope.partial_rotary_factor, 0.5);
+    assert_int_equal(c.mask_token_id, 9);
+    ith_hf_config_deinit(&c);
+}
+
 static void test_each_odd_value_is_refused_with_key_and_reason(void **state)
 {
     (void)state;
@@ -227,7 +267,19 @@ static void test_each_odd_value_is_refused_with_key_and_reason(void **state)
         {dense, "{\"model_type\": \"<absent>\"}", ITH_ERR_FORMAT,
          "config.json: model_type is missing"},
         {dense, "{\"model_type\": \"llama\"}", ITH_ERR_UNSUPPORTED,
-         "model_type: \"llama\" is not supported (known: qwen3, qwen3_moe)"},
+         "model_type: \"llama\" is not supported (known: qwen3, qwen3_moe, llada2_moe, "
+         "llada2_moe_veomni)"},
+        {llada2, "{\"output_dropout\": \"<absent>\"}", ITH_ERR_FORMAT, "output_dropout is missing"},
+        {llada2, "{\"attention_dropout\": 0.1}", ITH_ERR_UNSUPPORTED, "attention_dropout: 0.1"},
+        {llada2, "{\"rope_theta\": \"<absent>\"}", ITH_ERR_FORMAT, "rope_theta is missing"},
+        {llada2, "{\"use_bias\": true}", ITH_ERR_UNSUPPORTED, "use_bias: true is not supported"},
+        {llada2, "{\"use_bias\": \"<absent>\"}", ITH_ERR_FORMAT, "use_bias is missing"},
+        {llada2, "{\"n_group\": 3}", ITH_ERR_FORMAT, "n_group: 3 groups of 16 experts"},
+        {llada2, "{\"n_group\": 16}", ITH_ERR_FORMAT, "n_group: 16 groups of 16 experts"},
+        {llada2, "{\"topk_group\": 5}", ITH_ERR_FORMAT, "topk_group: 5, but n_group is 4"},
+        {llada2, "{\"num_experts_per_tok\": 9}", ITH_ERR_FORMAT, "num_experts_per_tok: 9"},
+        {llada2, "{\"score_function\": \"softmax\"}", ITH_ERR_UNSUPPORTED, "score_function"},
+        {llada2, "{\"mask_token_id\": 200000}", ITH_ERR_FORMAT, "mask_token_id: 200000 is outside"},
         {dense, "{\"model_type\": 3}", ITH_ERR_FORMAT, "model_type: found integer"},
         {dense, "{\"hidden_size\": \"<absent>\"}", ITH_ERR_FORMAT, "hidden_size is missing"},
         {dense, "{\"hidden_size\": null}", ITH_ERR_FORMAT, "hidden_size is missing"},
@@ -380,7 +432,7 @@ static void test_reference_configs_parse_or_are_named(void **state)
                 {"qwen3_tied", ITH_OK},
                 {"qwen3_moe", ITH_OK},
                 {"qwen3_5_text", ITH_ERR_UNSUPPORTED},
-                {"llada2", ITH_ERR_UNSUPPORTED}};
+                {"llada2", ITH_OK}};
     shared_path("golden");
     for (size_t i = 0; i < sizeof dirs / sizeof *dirs; i++) {
         ith_error err = {0};
@@ -393,7 +445,7 @@ static void test_reference_configs_parse_or_are_named(void **state)
             continue;
         }
         assert_ok(ith_hf_config_load(&c, shared_path(name), &err), err);
-        assert_int_equal(c.vocab_size, 320);
+        assert_int_equal(c.vocab_size, c.family == ITH_FAMILY_LLADA2 ? 300 : 320);
         assert_int_equal(c.head_dim, 16);
         ith_hf_config_deinit(&c);
         ith_hf_generation g;
@@ -422,6 +474,7 @@ int main(void)
         cmocka_unit_test(test_linear_and_yarn_scaling),
         cmocka_unit_test(test_moe_layers_follow_step_and_list),
         cmocka_unit_test(test_absent_and_null_keys_take_the_defaults),
+        cmocka_unit_test(test_llada2_config_and_its_absent_keys),
         cmocka_unit_test(test_each_odd_value_is_refused_with_key_and_reason),
         cmocka_unit_test(test_every_failing_allocation_gives_one_error),
         cmocka_unit_test(test_generation_config_values_and_defaults),

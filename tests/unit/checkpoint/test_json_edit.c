@@ -48,7 +48,7 @@ static void test_set_refuses_what_it_cannot_do_and_changes_nothing(void **state)
                  {"[1]", "a", "a: not in an object"},
                  {"{\"a\": 1}", "a.b", "a.b: not in an object"},
                  {"{\"a\": 1}", "t.b", "t.b: t is missing"},
-                 {"", "a", "a:1:"}};
+                 {"", "a", "empty, expected JSON"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         ith_error err = {0};
         ith_buf buf = {0};

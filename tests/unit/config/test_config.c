@@ -350,15 +350,70 @@ static void test_foreign_dialects_are_named(void **state)
     assert_error("model_name_or_path: x\npacking: true\n",
                  "f.yaml:1:1: model_name_or_path: this is a TRL file (that dialect is not built "
                  "yet)");
-    assert_error("model:\n  model_path: x\ntrain: {}\n",
-                 "f.yaml:2:3: model: this is a dFactory or VeOmni file (that dialect is not built "
-                 "yet)");
     assert_error("model_name_or_path: x\nstage: sft\n",
                  "f.yaml:2:1: stage: this is a LlamaFactory v0 file (write it with LlamaFactory v1 "
                  "keys)");
     assert_error("parallelism_config: {}\n",
                  "f.yaml:1:1: parallelism_config: this is an accelerate "
                  "file (that dialect is not built yet)");
+}
+
+/* Values, defaults and notes of a dFactory file; overrides in its own names and in ours. */
+static void test_dfactory_files_become_our_keys(void **state)
+{
+    (void)state;
+    static const char text[] =
+        "model:\n  model_path: ./m\n  moe_implementation: fused\n"
+        "data:\n  train_path: t.jsonl\n  max_seq_len: 512\n  noise_range_low: 0.2\n"
+        "train:\n  output_dir: o\n  block_diffusion_mode: true\n  block_size: 16\n"
+        "  lr: 1.0e-5\n  lr_min: 1.0e-6\n  lr_decay_style: cosine\n  lr_warmup_ratio: 0.03\n"
+        "  weight_decay: 0.1\n  beta2: 0.95\n  load_checkpoint_path: \"\"\n  save_epochs: 0\n"
+        "  global_batch_size: 8\n  enable_mixed_precision: false\n";
+    const char *overrides[] = {"train.block_size=8", "seed=7"};
+    ith_config c;
+    ith_error err = {0};
+    assert_ok(ith_config_parse(&c, text, (int64_t)strlen(text), "f.yaml", overrides, 2, &err), err);
+    assert_string_equal(c.model, "./m");
+    assert_string_equal(c.train_dataset, "t.jsonl");
+    assert_int_equal(c.cutoff_len, 512);
+    assert_int_equal(c.diffusion.name, ITH_DIFFUSION_BLOCKS);
+    assert_int_equal(c.diffusion.block_size, 8);
+    assert_true(fabs(c.diffusion.noise_range_low - 0.2) < 1e-12);
+    assert_true(fabs(c.diffusion.noise_range_high - 0.8) < 1e-12);
+    assert_true(fabs(c.learning_rate - 1e-5) < 1e-18);
+    assert_int_equal(c.lr_scheduler.name, ITH_SCHEDULE_COSINE);
+    assert_true(fabs(c.lr_scheduler.min_lr_ratio - 0.1) < 1e-12);
+    assert_true(fabs(c.optim.weight_decay - 0.1) < 1e-12);
+    assert_true(fabs(c.optim.beta2 - 0.95) < 1e-12);
+    assert_int_equal(c.num_train_epochs, 1); /* dFactory's default, not ours */
+    assert_null(c.resume_from_checkpoint);
+    assert_true(isnan(c.save_epochs));
+    assert_false(c.bf16);
+    assert_int_equal(c.seed, 7);
+    assert_int_equal(ith_config_num_notes(&c), 1);
+    assert_string_equal(ith_config_note(&c, 0),
+                        "f.yaml:3:3: model.moe_implementation: not needed: the best kernels of this "
+                        "machine are chosen by the program");
+    ith_config_deinit(&c);
+}
+
+static void test_dfactory_mistakes_are_named(void **state)
+{
+    (void)state;
+    assert_error("train:\n  blok_size: 4\n",
+                 "f.yaml:2:3: train.blok_size: unknown key (did you mean train.block_size?)");
+    assert_error("train:\n  tensor_parallel_size: 2\n",
+                 "f.yaml:2:25: train.tensor_parallel_size: found 2 (use 1: there is no tensor "
+                 "parallelism)");
+    assert_error("train:\n  confidence_beta: 2.0\n",
+                 "f.yaml:2:20: train.confidence_beta: found 2.0 (use 0: confidence-aware training "
+                 "is not built yet)");
+    assert_error("train:\n  lr: fast\n",
+                 "f.yaml:2:7: learning_rate: found text 'fast' (use a number >= 0)");
+    assert_error("data:\n  noise_range_low: 0.9\n",
+                 "f.yaml:2:20: diffusion_config.noise_range_low: 0.9 is above noise_range_high 0.8");
+    assert_error("model: x\ntrain:\n  lr: 1\n",
+                 "f.yaml:1:1: model: unknown key of dFactory and VeOmni files");
 }
 
 static void test_keys_without_meaning_are_noted_once(void **state)
@@ -531,6 +586,8 @@ int main(void)
         cmocka_unit_test(test_overrides_replace_and_reach_into_maps),
         cmocka_unit_test(test_missing_features_are_one_line),
         cmocka_unit_test(test_foreign_dialects_are_named),
+        cmocka_unit_test(test_dfactory_files_become_our_keys),
+        cmocka_unit_test(test_dfactory_mistakes_are_named),
         cmocka_unit_test(test_keys_without_meaning_are_noted_once),
         cmocka_unit_test(test_layout_follows_the_number_of_processes),
         cmocka_unit_test(test_dump_reads_back_equal),

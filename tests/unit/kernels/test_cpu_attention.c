@@ -29,7 +29,9 @@ static ith_seqs seqs_of(const int32_t *cu, int num_docs)
         const int32_t *in;
         void *out;
     } p = {cu};
-    ith_seqs s = {ith_tensor_1d(p.out, ITH_I32, num_docs + 1), cu, num_docs, 0};
+    ith_seqs s = {.cu_seqlens = ith_tensor_1d(p.out, ITH_I32, num_docs + 1),
+                  .cu_host = cu,
+                  .num_docs = num_docs};
     for (int i = 0; i < num_docs; i++)
         s.max_len = ith_max_i64(s.max_len, cu[i + 1] - cu[i]);
     return s;

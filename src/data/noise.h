@@ -1,0 +1,79 @@
+/* noise.h - batches of diffusion training: which tokens are masked, and the rows that are computed.
+ *
+ * A sample of L tokens x0, of which some (the answer) may be masked: one mask probability t is
+ * drawn for the sample, uniform in [low, high); token i is masked when u_i < t. xt is x0 with
+ * mask_id there. The draws depend on (seed, epoch, sample, token) alone: not on ranks, batches or a
+ * resume.
+ *
+ * Block diffusion lays a document out as [noisy; clean] (ctx.h has the mask) and leaves out what
+ * changes neither the loss nor a gradient: noisy blocks without a loss row, and clean blocks from
+ * the last noisy one on. Random masking is xt alone, every row seeing all of its document. A loss
+ * row is the row of a masked token, or with shifted labels the row before it.
+ *
+ * The weights follow the one gradient rule: weight_sum of a batch is its part of C.
+ *   ONE      C counts masked tokens
+ *   INVERSE  a masked token weighs 1/t, C counts all tokens that may be masked (the ELBO per token)
+ * per_micro_batch is dFactory's arithmetic instead: a mean in each micro-batch, then the mean over
+ * micro-batches; weight_sum is then 1 / num_micro, and C is 1. A batch without a masked token is
+ * zero in every mode. */
+#ifndef ITH_DATA_NOISE_H
+#define ITH_DATA_NOISE_H
+
+#include "data/batching.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What follows a sample that ends with a trained token: nothing, one end token, end tokens to the
+ * end of its block, or end tokens to full_len (dFactory). All of them may be masked. */
+typedef enum { ITH_PAD_NONE, ITH_PAD_END, ITH_PAD_BLOCK, ITH_PAD_FULL } ith_noise_padding;
+typedef enum { ITH_WEIGHT_ONE, ITH_WEIGHT_INVERSE } ith_noise_weight;
+
+typedef struct {
+    bool blocks; /* block diffusion; else random masking over the whole sequence */
+    int64_t block_size;
+    int32_t mask_id, end_id; /* end_id is not used with ITH_PAD_NONE */
+    double low, high;        /* 0 <= low <= high <= 1 */
+    bool complementary;      /* a second copy of each sample, masked where the first is not */
+    bool same_token;         /* row i predicts token i; else token i + 1 */
+    ith_noise_weight weight;
+    ith_noise_padding padding;
+    int64_t full_len;
+    bool per_micro_batch;
+    bool keep_all; /* leave nothing out (to compare) */
+    uint64_t seed;
+} ith_noise_options;
+
+typedef struct ith_noiser ith_noiser;
+
+/* clean: limits of the batches that come in. */
+ith_status ith_noiser_create(ith_noiser **out, const ith_noise_options *options,
+                             const ith_batch_limits *clean, ith_error *err);
+void ith_noiser_destroy(ith_noiser *n); /* NULL is fine */
+/* Limits of the batches that go out. */
+ith_batch_limits ith_noiser_limits(const ith_noiser *n);
+
+/* The noisy batch of a clean one. samples tells which documents were cut (a cut one gets no end
+ * token); NULL: none. num_micro: micro-batches of the step, over all ranks. out lasts until the
+ * next call; its num_tokens is 0 when nothing is masked. */
+void ith_noiser_apply(ith_noiser *n, const ith_samples *samples, const ith_micro_batch *clean,
+                      int64_t epoch, int64_t num_micro, ith_micro_batch *out);
+
+/* Document by document, for inputs that are noisy already: x0, xt [len]; target [len]: the id to
+ * predict at that token, -100: none; weights [len]. */
+void ith_noiser_begin(ith_noiser *n);
+void ith_noiser_add(ith_noiser *n, const int32_t *x0, const int32_t *xt, const int32_t *target,
+                    const float *weights, int64_t len, int64_t sample);
+void ith_noiser_end(ith_noiser *n, ith_micro_batch *out);
+
+/* xt and target of one sample from its draws u [len] and t; may: which tokens may be masked. With
+ * `other`, the complement. Returns the number masked. */
+int64_t ith_noise_tokens(const ith_noise_options *o, const int32_t *x0, const bool *may,
+                         const double *u, double t, bool other, int64_t len, int32_t *xt,
+                         int32_t *target);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

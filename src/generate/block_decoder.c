@@ -1,0 +1,448 @@
+/* block_decoder.c - block by block, with a cache.
+ * Invariants: 1. row b*C + p of a cache layer holds position p of sequence b; rows of the running
+ * block are overwritten by every forward until its commit. 2. A written token is final. 3. Every
+ * step writes at least one token, unless its quota is 0. 4. Sequences that are done ride along;
+ * their results are not used. */
+#include "generate/block_decoder.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "base/rng.h"
+#include "checkpoint/safetensors.h"
+
+typedef ith_tensor T;
+
+/* ---- opening ---- */
+
+static ith_status push_ints(ith_ctx *ctx, int64_t n, T *out)
+{
+    return ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, 1, n, 1, 1, 1, out);
+}
+
+static int64_t max_rows(const ith_block_decoder *d)
+{
+    return ith_max_i64(d->options.max_append, d->options.batch * d->block);
+}
+
+static ith_status place(ith_block_decoder *d)
+{
+    ith_ctx *ctx = &d->session.ctx;
+    const ith_decoder_options *o = &d->options;
+    const ith_hf_config *c = &d->hf;
+    int64_t rows = o->batch * o->capacity, queries = o->batch * d->block;
+    ITH_TRY(ith_model_place(d->model, ctx, false));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "KV cache", d->model->dtype, 4,
+                         c->num_hidden_layers, rows, c->num_key_value_heads, c->head_dim,
+                         &d->cache.k));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "KV cache", d->model->dtype, 4,
+                         c->num_hidden_layers, rows, c->num_key_value_heads, c->head_dim,
+                         &d->cache.v));
+    d->cache.batch = o->batch;
+    d->cache.capacity = o->capacity;
+    ITH_TRY(push_ints(ctx, queries, &d->cache.lengths));
+    ITH_TRY(push_ints(ctx, max_rows(d), &d->ids));
+    ITH_TRY(push_ints(ctx, max_rows(d), &d->position_ids));
+    ITH_TRY(push_ints(ctx, max_rows(d), &d->rows));
+    ITH_TRY(push_ints(ctx, o->batch + 1, &d->cu_seqlens));
+    ITH_TRY(push_ints(ctx, queries, &d->all_rows));
+    return ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "logits", d->model->dtype, 2, queries,
+                        c->vocab_size, 1, 1, &d->logits);
+}
+
+/* Rows through the model; logits of the block rows, of a prefill none. */
+static ith_status walk(ith_block_decoder *d, int64_t tokens, const int32_t *cu, int64_t max_len,
+                       bool prefill)
+{
+    ith_ctx *ctx = &d->session.ctx;
+    ith_model *m = d->model;
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS);
+    T hidden;
+    ith_batch b = {.num_tokens = tokens,
+                   .ids = ith_row_range(d->ids, 0, tokens),
+                   .position_ids = ith_row_range(d->position_ids, 0, tokens),
+                   .seqs = {.cu_seqlens = d->cu_seqlens,
+                            .cu_host = cu,
+                            .num_docs = d->options.batch,
+                            .max_len = max_len,
+                            .block = d->block}};
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "last hidden state", m->dtype, 2, tokens,
+                         m->config->hidden_size, 1, 1, &hidden));
+    ITH_TRY(m->family->decode(m, ctx, &b, &d->cache, ith_row_range(d->rows, 0, tokens), prefill,
+                              hidden));
+    if (!prefill)
+        ITH_TRY(ith_model_logits(m, ctx, d->logits, hidden, d->all_rows));
+    ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+static ith_status plan_memory(ith_block_decoder *d)
+{
+    ith_ctx *ctx = &d->session.ctx;
+    const ith_decoder_options *o = &d->options;
+    ITH_TRY(place(d));
+    ITH_TRY(walk(d, o->max_append, NULL, ith_min_i64(o->max_append, o->capacity), true));
+    ITH_TRY(walk(d, o->batch * d->block, NULL, o->capacity, false));
+    for (int c = 0; c < ITH_MEM_CLASSES; c++)
+        ith_plan_release(ctx->plan, (ith_mem_class)c, 0);
+    ITH_TRY(ith_plan_commit(ctx->plan, ctx->err));
+    return place(d);
+}
+
+static ith_status load(ith_block_decoder *d, const char *dir, ith_error *err)
+{
+    ith_st_reader *reader = NULL;
+    ITH_TRY(ith_st_open(&reader, dir, err));
+    ith_status status =
+        ith_model_load(d->model, &d->session.ctx, reader, d->model->w, ith_tensor_none());
+    ith_st_close(reader);
+    return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s", dir);
+}
+
+/* The logits are those of all block rows, in order. */
+static ith_status upload_all_rows(ith_block_decoder *d, ith_error *err)
+{
+    ith_device *dev = d->session.ctx.device;
+    int64_t n = d->options.batch * d->block;
+    for (int64_t i = 0; i < n; i++)
+        d->staging[i] = (int32_t)i;
+    ITH_TRY(dev->upload(dev, d->all_rows.data, d->staging, n * 4, err));
+    return dev->sync(dev, err);
+}
+
+ith_status ith_block_decoder_open(ith_block_decoder *d, const char *model_dir,
+                                  const ith_decoder_options *options, int64_t block, ith_error *err)
+{
+    ith_status status = ITH_OK;
+    memset(d, 0, sizeof *d);
+    d->options = *options;
+    d->block = block;
+    ITH_ASSERT(block > 0 && options->batch > 0 && options->capacity % block == 0);
+    d->options.max_append = ith_max_i64(options->max_append, 1);
+    ITH_TRY_OUT(ith_hf_config_load(&d->hf, model_dir, err));
+    if (d->hf.family != ITH_FAMILY_LLADA2) {
+        status = ith_fail(err, ITH_ERR_USAGE, "%s: %s is not a diffusion model", model_dir,
+                          d->hf.model_type);
+        goto out;
+    }
+    ITH_TRY_OUT(ith_session_open(&d->session, options->device, 0, options->threads, false, err));
+    ith_dtype dtype = options->set_dtype
+                          ? options->dtype
+                          : (d->hf.has_dtype && d->hf.dtype == ITH_F32 ? ITH_F32 : ITH_BF16);
+    ITH_TRY_OUT(ith_model_create(&d->model, &d->hf, dtype, options->capacity, err));
+    ITH_TRY_OUT(plan_memory(d));
+    ITH_TRY_OUT(load(d, model_dir, err));
+    int64_t rows = options->batch * block, values = rows * d->hf.vocab_size;
+    ITH_TRY_OUT(ith_alloc((void **)&d->host_logits, values * 4, "logits", err));
+    ITH_TRY_OUT(ith_alloc((void **)&d->raw_logits, values * 4, "logits", err));
+    ITH_TRY_OUT(ith_alloc((void **)&d->staging, (3 * max_rows(d) + rows + options->batch + 1) * 4,
+                          "decoder", err));
+    ITH_TRY_OUT(upload_all_rows(d, err));
+    return ITH_OK;
+out:
+    ith_block_decoder_close(d);
+    return status;
+}
+
+void ith_block_decoder_close(ith_block_decoder *d)
+{
+    ith_model_destroy(d->model);
+    ith_session_close(&d->session);
+    ith_hf_config_deinit(&d->hf);
+    ith_free(d->host_logits);
+    ith_free(d->raw_logits);
+    ith_free(d->staging);
+    memset(d, 0, sizeof *d);
+}
+
+int64_t ith_block_row_len(int64_t prompt, int64_t max_new, int64_t block)
+{
+    return ith_round_up(prompt + max_new, block);
+}
+
+/* ---- forwards ---- */
+
+typedef struct {
+    ith_block_answer *answer;
+    int64_t begin; /* of the running block */
+    int64_t step;  /* within it */
+    bool committing, done;
+} sequence;
+
+/* Rows [from[b], to[b]) of every sequence. */
+static ith_status forward(ith_block_decoder *d, const sequence *seqs, const int64_t *from,
+                          const int64_t *to, bool prefill, ith_error *err)
+{
+    const ith_decoder_options *o = &d->options;
+    ith_device *dev = d->session.ctx.device;
+    int64_t room = max_rows(d), queries = o->batch * d->block, n = 0, max_len = 0;
+    int32_t *ids = d->staging, *pos = ids + room, *rows = pos + room, *len = rows + room,
+            *cu = len + queries;
+    cu[0] = 0;
+    for (int64_t b = 0; b < o->batch; b++) {
+        for (int64_t p = from[b]; p < to[b]; p++, n++) {
+            ITH_ASSERT(n < room && p < o->capacity);
+            ids[n] = seqs[b].answer ? seqs[b].answer->row.ids[p] : 0;
+            pos[n] = (int32_t)p;
+            rows[n] = (int32_t)(b * o->capacity + p);
+            if (!prefill)
+                len[n] = (int32_t)to[b];
+        }
+        max_len = ith_max_i64(max_len, to[b] - from[b]);
+        cu[b + 1] = (int32_t)n;
+    }
+    ITH_TRY(dev->upload(dev, d->ids.data, ids, n * 4, err));
+    ITH_TRY(dev->upload(dev, d->position_ids.data, pos, n * 4, err));
+    ITH_TRY(dev->upload(dev, d->rows.data, rows, n * 4, err));
+    ITH_TRY(dev->upload(dev, d->cu_seqlens.data, cu, (o->batch + 1) * 4, err));
+    if (!prefill)
+        ITH_TRY(dev->upload(dev, d->cache.lengths.data, len, n * 4, err));
+    ITH_TRY(walk(d, n, cu, max_len, prefill));
+    d->forwards++;
+    if (prefill)
+        return dev->sync(dev, err);
+    int64_t values = queries * d->hf.vocab_size;
+    ITH_TRY(dev->download(dev, d->raw_logits, d->logits.data,
+                          values * ith_dtype_bytes(d->logits.dtype), err));
+    ITH_TRY(dev->sync(dev, err));
+    ith_convert(d->host_logits, ITH_F32, d->raw_logits, d->logits.dtype, values);
+    return ITH_OK;
+}
+
+/* ---- choosing ---- */
+
+typedef struct {
+    int64_t position;
+    int32_t id;
+    double confidence;
+} candidate;
+
+/* The id and its probability; greedy, or drawn from the softmax at this temperature. */
+static candidate candidate_at(const ith_block_how *how, const float *logits, int64_t vocab,
+                              int64_t position, uint64_t stream, int64_t step)
+{
+    int64_t best = -1;
+    double max = -(double)INFINITY, sum = 0,
+           scale = how->temperature > 0 ? 1 / how->temperature : 1;
+    for (int64_t v = 0; v < vocab; v++) {
+        max = (double)logits[v] > max ? (double)logits[v] : max;
+        if (v != how->mask_id && (best < 0 || logits[v] > logits[best]))
+            best = v;
+    }
+    for (int64_t v = 0; v < vocab; v++)
+        sum += exp(((double)logits[v] - max) * scale);
+    if (how->temperature > 0) {
+        uint64_t index = (uint64_t)position + ((uint64_t)step << 32);
+        double masked = exp(((double)logits[how->mask_id] - max) * scale), seen = 0;
+        double draw = ith_rng_uniform(how->seed, stream, index) * (sum - masked);
+        for (int64_t v = 0; v < vocab; v++) {
+            if (v == how->mask_id)
+                continue;
+            seen += exp(((double)logits[v] - max) * scale);
+            if (seen > draw) {
+                best = v;
+                break;
+            }
+        }
+    }
+    return (candidate){position, (int32_t)best, exp(((double)logits[best] - max) * scale) / sum};
+}
+
+static bool is_stop(const ith_block_how *how, int32_t id)
+{
+    for (int i = 0; i < how->num_stop_ids; i++)
+        if (how->stop_ids[i] == id)
+            return true;
+    return false;
+}
+
+static int64_t steps_of(const ith_block_how *how)
+{
+    int64_t most = how->minimal_topk > 0 ? how->max_new / how->minimal_topk : how->steps;
+    return ith_max_i64(1, ith_min_i64(how->steps, most));
+}
+
+static int64_t quota_of(const ith_block_how *how, int64_t step)
+{
+    int64_t steps = steps_of(how);
+    return how->block / steps + (step < how->block % steps);
+}
+
+/* Moves the `take` most confident candidates to the front, positions ascending among equals. */
+static void most_confident_first(candidate *c, int64_t n, int64_t take)
+{
+    for (int64_t i = 0; i < take; i++) {
+        int64_t best = i;
+        for (int64_t j = i + 1; j < n; j++)
+            if (c[j].confidence > c[best].confidence ||
+                (c[j].confidence == c[best].confidence && c[j].position < c[best].position))
+                best = j;
+        candidate chosen = c[best];
+        c[best] = c[i];
+        c[i] = chosen;
+    }
+}
+
+/* Writes what this step accepts; logits: of the block's first row. Returns whether a stop id was
+ * among it. scratch: [block]. */
+static bool accept(ith_block_decoder *d, sequence *s, int64_t i, const ith_block_how *how,
+                   const float *logits, candidate *scratch)
+{
+    int64_t vocab = d->hf.vocab_size, n = 0, above = 0, quota = quota_of(how, s->step);
+    int32_t *row = s->answer->row.ids;
+    bool stop = false;
+    for (int64_t p = s->begin; p < s->begin + d->block; p++)
+        if (row[p] == how->mask_id) {
+            scratch[n] = candidate_at(how, logits + (p - s->begin) * vocab, vocab, p,
+                                      how->first_stream + (uint64_t)i, s->step);
+            above += scratch[n++].confidence > how->threshold;
+        }
+    int64_t take = above >= quota ? above : ith_min_i64(quota, n);
+    most_confident_first(scratch, n, take);
+    for (int64_t k = 0; k < take; k++) {
+        row[scratch[k].position] = scratch[k].id;
+        stop |= is_stop(how, scratch[k].id);
+        if (how->written)
+            how->written(how->arg, i, scratch[k].position, scratch[k].id, scratch[k].confidence,
+                         s->answer->steps);
+    }
+    s->answer->steps++;
+    s->step++;
+    return stop;
+}
+
+/* First stop id of the answer in [prompt, end), or -1; *complete: no mask before it. */
+static int64_t first_stop(const ith_block_how *how, const ith_block_answer *a, int64_t end,
+                          bool *complete)
+{
+    *complete = true;
+    for (int64_t p = a->prompt; p < end; p++) {
+        if (is_stop(how, a->row.ids[p]))
+            return p;
+        *complete = *complete && a->row.ids[p] != how->mask_id;
+    }
+    return -1;
+}
+
+static bool has_mask(const sequence *s, const ith_block_how *how, int64_t block)
+{
+    for (int64_t p = s->begin; p < s->begin + block; p++)
+        if (s->answer->row.ids[p] == how->mask_id)
+            return true;
+    return false;
+}
+
+static void finish(sequence *s, const ith_block_how *how)
+{
+    ith_block_answer *a = s->answer;
+    bool complete = false;
+    int64_t stop =
+        first_stop(how, a, ith_min_i64(a->prompt + how->max_new, a->row.count), &complete);
+    a->stopped = stop >= 0;
+    a->end = stop >= 0 ? stop + 1 : a->prompt + how->max_new;
+    s->done = true;
+}
+
+/* After a forward: writes, and moves on to the commit, the next block, or the end. */
+static void advance(ith_block_decoder *d, sequence *s, int64_t i, const ith_block_how *how,
+                    const float *logits, candidate *scratch)
+{
+    ith_block_answer *a = s->answer;
+    bool complete = false;
+    if (s->committing) {
+        a->commits++;
+        s->committing = false;
+        s->begin += d->block;
+        s->step = 0;
+        return;
+    }
+    bool stop = accept(d, s, i, how, logits, scratch);
+    int64_t end = s->begin + d->block;
+    if (how->early_stop && stop && first_stop(how, a, end, &complete) >= 0 && complete) {
+        a->blocks++;
+        finish(s, how);
+        return;
+    }
+    if (has_mask(s, how, d->block) && s->step < steps_of(how))
+        return;
+    a->blocks++;
+    if (first_stop(how, a, end, &complete) >= 0 || end >= a->row.count)
+        finish(s, how);
+    else
+        s->committing = true;
+}
+
+static ith_status make_row(ith_block_answer *a, const ith_ids *prompt, const ith_block_how *how,
+                           ith_error *err)
+{
+    int64_t len = ith_block_row_len(prompt->count, how->max_new, how->block);
+    void *ids = NULL;
+    *a = (ith_block_answer){.prompt = prompt->count};
+    ITH_TRY(ith_grow(&ids, &a->row.cap, len, 4, "tokens", err));
+    a->row.ids = ids;
+    a->row.count = len;
+    memcpy(a->row.ids, prompt->ids, (size_t)prompt->count * 4);
+    for (int64_t p = prompt->count; p < len; p++)
+        a->row.ids[p] = how->mask_id;
+    return ITH_OK;
+}
+
+static ith_status run(ith_block_decoder *d, sequence *seqs, int64_t num, const ith_block_how *how,
+                      int64_t *from, int64_t *to, candidate *scratch, ith_error *err)
+{
+    int64_t batch = d->options.batch, any = 0;
+    for (int64_t b = 0; b < batch; b++) {
+        from[b] = 0;
+        to[b] = b < num ? seqs[b].answer->prompt / d->block * d->block : 0;
+        seqs[b].begin = to[b];
+        any += to[b];
+    }
+    if (any)
+        ITH_TRY(forward(d, seqs, from, to, true, err));
+    for (;;) {
+        bool open = false;
+        for (int64_t b = 0; b < batch; b++) {
+            from[b] = seqs[b].begin;
+            to[b] = from[b] + d->block;
+            open = open || (b < num && !seqs[b].done);
+        }
+        if (!open)
+            return ITH_OK;
+        ITH_TRY(forward(d, seqs, from, to, false, err));
+        for (int64_t b = 0; b < num; b++)
+            if (!seqs[b].done)
+                advance(d, &seqs[b], b, how, d->host_logits + b * d->block * d->hf.vocab_size,
+                        scratch);
+    }
+}
+
+ith_status ith_block_decoder_generate(ith_block_decoder *d, const ith_ids *prompts, int64_t num,
+                                      const ith_block_how *how, ith_block_answer *out,
+                                      ith_error *err)
+{
+    int64_t batch = d->options.batch;
+    ITH_ASSERT(num > 0 && num <= batch && how->block == d->block && how->max_new > 0);
+    ITH_ASSERT(how->mask_id >= 0 && how->mask_id < d->hf.vocab_size);
+    sequence *seqs = NULL;
+    int64_t *ranges = NULL;
+    candidate *scratch = NULL;
+    ith_status status = ITH_OK;
+    for (int64_t i = 0; i < num; i++)
+        out[i] = (ith_block_answer){0};
+    ITH_TRY_OUT(ith_alloc_zero((void **)&seqs, batch, sizeof *seqs, "sequences", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&ranges, 2 * batch, sizeof *ranges, "sequences", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&scratch, d->block, sizeof *scratch, "candidates", err));
+    for (int64_t i = 0; i < num; i++) {
+        ITH_TRY_OUT(make_row(&out[i], &prompts[i], how, err));
+        ITH_ASSERT(out[i].row.count <= d->options.capacity);
+        seqs[i].answer = &out[i];
+    }
+    status = run(d, seqs, num, how, ranges, ranges + batch, scratch, err);
+out:
+    for (int64_t i = 0; i < num && status != ITH_OK; i++)
+        ith_ids_free(&out[i].row);
+    ith_free(seqs);
+    ith_free(ranges);
+    ith_free(scratch);
+    return status;
+}

@@ -1,0 +1,73 @@
+/* block_decoder.h - generation of diffusion models: a block of masks at a time, many tokens a step.
+ *
+ * A row is the prompt and then masks; blocks are counted from its first token, so the first active
+ * block may begin with prompt tokens, which stay. Whole prompt blocks go through the model once
+ * (prefill). Then, block after block:
+ *   step    one forward of the block's rows against the cache and themselves; at each mask the
+ *           likeliest id but the mask id is the candidate, its probability the confidence (the mask
+ *           id counts in the denominator). Candidates above the threshold are written when there
+ * are at least `quota` of them, else the quota most confident ones (equal: lower position). commit
+ * one more forward of the finished block, so that the cache holds its final tokens; not for the
+ * last block. Exact: earlier blocks never see later ones. Temperature 0 takes the likeliest id;
+ * above it, ids are drawn, keyed by (seed, stream, position, step). Sequences of a batch do not
+ * touch each other. */
+#ifndef ITH_GENERATE_BLOCK_DECODER_H
+#define ITH_GENERATE_BLOCK_DECODER_H
+
+#include "generate/decoder.h"
+
+typedef struct {
+    int64_t block;        /* tokens; as in training */
+    int64_t steps;        /* most steps of a block; quota = block / steps, one more in the first
+                             block % steps of them */
+    int64_t minimal_topk; /* steps <= max_new / minimal_topk */
+    double threshold;     /* above 1: never, the quota alone decides */
+    int64_t max_new;
+    int32_t mask_id;
+    const int32_t *stop_ids;
+    int num_stop_ids;
+    bool early_stop; /* stop within a block once all before the first stop id is written */
+    double temperature;
+    uint64_t seed, first_stream; /* sequence i draws from stream first_stream + i */
+    /* A token was written. step: forwards of this sequence so far, from 0. NULL: nobody looks. */
+    void (*written)(void *arg, int64_t i, int64_t position, int32_t id, double confidence,
+                    int64_t step);
+    void *arg;
+} ith_block_how;
+
+typedef struct {
+    ith_ids row;         /* prompt, then the blocks, masks where generation stopped; owned */
+    int64_t prompt, end; /* the answer is row[prompt, end), a stop id included */
+    bool stopped;        /* by a stop id */
+    int64_t steps;       /* forwards that could write */
+    int64_t commits;     /* forwards that only filled the cache */
+    int64_t blocks;      /* blocks decoded */
+} ith_block_answer;
+
+typedef struct {
+    ith_hf_config hf;
+    ith_session session;
+    ith_model *model;
+    ith_decoder_options options; /* max_append: most prompt tokens of all sequences together */
+    int64_t block;
+    ith_kv_cache cache;
+    ith_tensor ids, position_ids, cu_seqlens, rows, all_rows, logits;
+    int32_t *staging;
+    float *host_logits; /* [batch*block, V] */
+    void *raw_logits;
+    int64_t forwards; /* of all calls, prefills included */
+} ith_block_decoder;
+
+/* options.capacity: tokens of a row, a multiple of block. */
+ith_status ith_block_decoder_open(ith_block_decoder *d, const char *model_dir,
+                                  const ith_decoder_options *options, int64_t block,
+                                  ith_error *err);
+void ith_block_decoder_close(ith_block_decoder *d);
+/* Rows that hold a prompt of this length and its answer. */
+int64_t ith_block_row_len(int64_t prompt, int64_t max_new, int64_t block);
+/* Answers to num prompts; out[i] is filled (its row freed with ith_ids_free). */
+ith_status ith_block_decoder_generate(ith_block_decoder *d, const ith_ids *prompts, int64_t num,
+                                      const ith_block_how *how, ith_block_answer *out,
+                                      ith_error *err);
+
+#endif

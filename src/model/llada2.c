@@ -1,0 +1,697 @@
+/* llada2.c - LLaDA2 (MoE, diffusion): parameters, forward, backward below it, decode.
+ *
+ * Layer:  x = residual + delta
+ *         n1 = norm(x)        qkv = n1 Wqkv^T     q', k' = rope(norm_head(q, k)), half of each head
+ *         o = attention(q', k', v) under the batch's block mask      x2 = x + o Wdense^T
+ *         n2 = norm(x2)       delta = MLP(n2), or shared(n2) + sum_e w_e expert_e(n2)
+ * w from the sigmoid router with groups (ops.h). No token of a layer sees another one but through
+ * attention, so rows that nobody reads can be left out of a batch (train/noise.h does).
+ * Invariants: 1. saved tensors are ITH_MEM_ACTIVATIONS in layer order, backward releases them in
+ * reverse. 2. What backward makes again comes from the same operators on the same inputs. 3. The
+ * selection bias is a buffer: read, used for the choice, never trained. 4. The embedding of
+ * pad_token_id gets no gradient, as in the published code. */
+#include "model/llada2.h"
+
+#include "model/model.h"
+
+typedef ith_tensor T;
+
+/* The parent models give this id to another token: it counts with LLaDA2's vocabulary alone. */
+#define PUBLISHED_MASK_ID 156895
+#define PUBLISHED_VOCAB 157184
+
+int64_t ith_llada2_mask_id(const ith_hf_config *config, const ith_tokenizer *tokenizer)
+{
+    int64_t id = config->mask_token_id;
+    if (id < 0)
+        id = ith_tokenizer_find(tokenizer, "<|mask|>");
+    return id < 0 && config->vocab_size == PUBLISHED_VOCAB ? PUBLISHED_MASK_ID : id;
+}
+
+static int64_t q_width(const ith_hf_config *c)
+{
+    return c->num_attention_heads * c->head_dim;
+}
+
+static int64_t kv_width(const ith_hf_config *c)
+{
+    return c->num_key_value_heads * c->head_dim;
+}
+
+static int64_t qkv_width(const ith_hf_config *c)
+{
+    return q_width(c) + 2 * kv_width(c);
+}
+
+static int64_t shared_width(const ith_hf_config *c)
+{
+    return c->moe_intermediate_size * c->num_shared_experts;
+}
+
+/* ---- parameters ---- */
+
+/* One parameter that is one tensor of the file, model.layers.<l>.<hf>. */
+static ith_status declare_one(ith_model *m, int64_t l, const char *ours, const char *hf, int ndim,
+                              int64_t d0, int64_t d1, int which, ith_error *err)
+{
+    int32_t *out = &m->layer_param[l * ITH_LAYER_PARAMS + which];
+    long long n = (long long)l;
+    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.%s", n, ours), ndim, d0, d1, 1,
+                                out, err));
+    return ith_model_add_piece(m, ith_model_text(m, "model.layers.%lld.%s.weight", n, hf), *out, 0,
+                               ndim, d0, d1, 1, ndim == 1, err);
+}
+
+/* gate and up stacked by rows, and down, of one MLP. */
+static ith_status declare_mlp(ith_model *m, int64_t l, const char *ours, const char *hf,
+                              int64_t width, int up, int down, ith_error *err)
+{
+    int64_t d = m->config->hidden_size;
+    long long n = (long long)l;
+    int32_t *p = m->layer_param + l * ITH_LAYER_PARAMS;
+    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.%sgate_up", n, ours), 2,
+                                2 * width, d, 1, &p[up], err));
+    ITH_TRY(ith_model_add_piece(m,
+                                ith_model_text(m, "model.layers.%lld.%s.gate_proj.weight", n, hf),
+                                p[up], 0, 2, width, d, 1, false, err));
+    ITH_TRY(ith_model_add_piece(m, ith_model_text(m, "model.layers.%lld.%s.up_proj.weight", n, hf),
+                                p[up], width * d, 2, width, d, 1, false, err));
+    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.%sdown", n, ours), 2, d, width, 1,
+                                &p[down], err));
+    return ith_model_add_piece(m, ith_model_text(m, "model.layers.%lld.%s.down_proj.weight", n, hf),
+                               p[down], 0, 2, d, width, 1, false, err);
+}
+
+static ith_status declare_experts(ith_model *m, int64_t l, ith_error *err)
+{
+    const ith_hf_config *c = m->config;
+    int64_t d = c->hidden_size, e = c->num_experts, im = c->moe_intermediate_size;
+    int32_t *p = m->layer_param + l * ITH_LAYER_PARAMS;
+    long long n = (long long)l;
+    ITH_TRY(declare_one(m, l, "router", "mlp.gate", 2, e, d, ITH_P_ROUTER, err));
+    ITH_TRY(ith_model_add_buffer(m, ith_model_text(m, "model.layers.%lld.mlp.gate.expert_bias", n),
+                                 e, !c->has_expert_bias, &p[ITH_P_ROUTER_BIAS], err));
+    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.experts.gate_up", n), 3, e,
+                                2 * im, d, &p[ITH_P_GATE_UP], err));
+    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.experts.down", n), 3, e, d, im,
+                                &p[ITH_P_DOWN], err));
+    for (int64_t i = 0; i < e; i++) {
+        static const char *const names[] = {"gate_proj", "up_proj", "down_proj"};
+        for (int k = 0; k < 3; k++) {
+            const char *hf = ith_model_text(m, "model.layers.%lld.mlp.experts.%lld.%s.weight", n,
+                                            (long long)i, names[k]);
+            bool down = k == 2;
+            ITH_TRY(ith_model_add_piece(m, hf, p[down ? ITH_P_DOWN : ITH_P_GATE_UP],
+                                        down ? i * d * im : (2 * i + k) * im * d, 2, down ? d : im,
+                                        down ? im : d, 1, false, err));
+        }
+    }
+    if (c->num_shared_experts)
+        return declare_mlp(m, l, "shared.", "mlp.shared_experts", shared_width(c),
+                           ITH_P_SHARED_GATE_UP, ITH_P_SHARED_DOWN, err);
+    return ITH_OK;
+}
+
+static ith_status declare_layer(ith_model *m, int64_t l, ith_error *err)
+{
+    const ith_hf_config *c = m->config;
+    int64_t d = c->hidden_size, dh = c->head_dim;
+    ITH_TRY(declare_one(m, l, "input_norm", "input_layernorm", 1, d, 1, ITH_P_INPUT_NORM, err));
+    ITH_TRY(
+        declare_one(m, l, "qkv", "attention.query_key_value", 2, qkv_width(c), d, ITH_P_QKV, err));
+    ITH_TRY(declare_one(m, l, "q_norm", "attention.query_layernorm", 1, dh, 1, ITH_P_Q_NORM, err));
+    ITH_TRY(declare_one(m, l, "k_norm", "attention.key_layernorm", 1, dh, 1, ITH_P_K_NORM, err));
+    ITH_TRY(declare_one(m, l, "o", "attention.dense", 2, d, q_width(c), ITH_P_O, err));
+    ITH_TRY(
+        declare_one(m, l, "post_norm", "post_attention_layernorm", 1, d, 1, ITH_P_POST_NORM, err));
+    if (c->layer_is_moe[l])
+        return declare_experts(m, l, err);
+    return declare_mlp(m, l, "", "mlp", c->intermediate_size, ITH_P_GATE_UP, ITH_P_DOWN, err);
+}
+
+static ith_status llada2_declare(ith_model *m, ith_error *err)
+{
+    const ith_hf_config *c = m->config;
+    int64_t v = c->vocab_size, d = c->hidden_size;
+    ITH_TRY(ith_model_add_param(m, "word_embeddings", 2, v, d, 1, &m->embed, err));
+    ITH_TRY(ith_model_add_piece(m, "model.word_embeddings.weight", m->embed, 0, 2, v, d, 1, false,
+                                err));
+    for (int64_t l = 0; l < c->num_hidden_layers; l++)
+        ITH_TRY(declare_layer(m, l, err));
+    ITH_TRY(ith_model_add_param(m, "norm", 1, d, 1, 1, &m->final_norm, err));
+    ITH_TRY(ith_model_add_piece(m, "model.norm.weight", m->final_norm, 0, 1, d, 1, 1, true, err));
+    m->head = m->embed;
+    if (c->tie_word_embeddings)
+        return ITH_OK;
+    ITH_TRY(ith_model_add_param(m, "lm_head", 2, v, d, 1, &m->head, err));
+    return ith_model_add_piece(m, "lm_head.weight", m->head, 0, 2, v, d, 1, false, err);
+}
+
+/* ---- what the walks share ---- */
+
+static ith_status push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
+                       int64_t rows, int64_t cols, T *out)
+{
+    return ith_ctx_push(ctx, c, name, dtype, 2, rows, cols, 1, 1, out);
+}
+
+static ith_status push_heads(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
+                             int64_t rows, int64_t heads, int64_t dim, T *out)
+{
+    return ith_ctx_push(ctx, c, name, dtype, 3, rows, heads, dim, 1, out);
+}
+
+static ith_status push_rows(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
+                            int64_t n, T *out)
+{
+    return ith_ctx_push(ctx, c, name, dtype, 1, n, 1, 1, 1, out);
+}
+
+static T heads_2d(T t)
+{
+    ITH_ASSERT(ith_is_contiguous(t));
+    return ith_tensor_2d(t.data, t.dtype, t.shape[0], t.shape[1] * t.shape[2]);
+}
+
+static T weight(const ith_model *m, int64_t l, int which)
+{
+    return ith_layer_param(m, l, which)->w;
+}
+
+static T grad(const ith_model *m, int64_t l, int which)
+{
+    return ith_layer_param(m, l, which)->grad;
+}
+
+typedef struct {
+    T q, k, v;
+} qkv_views;
+
+static qkv_views split_qkv(const ith_hf_config *c, T qkv)
+{
+    int64_t q = q_width(c), kv = kv_width(c);
+    qkv_views s = {ith_split_heads(ith_col_range(qkv, 0, q), c->num_attention_heads),
+                   ith_split_heads(ith_col_range(qkv, q, q + kv), c->num_key_value_heads),
+                   ith_split_heads(ith_col_range(qkv, q + kv, q + 2 * kv), c->num_key_value_heads)};
+    return s;
+}
+
+static float scale_of(const ith_hf_config *c)
+{
+    return (float)(1.0 / __builtin_sqrt((double)c->head_dim));
+}
+
+/* What attention reads, in the layer's workspace. */
+typedef struct {
+    T n1, rstd1, q, k, q_rstd, k_rstd;
+} attention_in;
+
+/* n1, qkv (unless saved: have_qkv), q' and k'. from_pair: x is residual + delta, written to a->x.
+ */
+static ith_status make_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                    bool from_pair, attention_in *in)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens, hq = c->num_attention_heads, hkv = c->num_key_value_heads;
+    float eps = (float)c->rms_norm_eps;
+    T none = ith_tensor_none(), w = weight(m, l, ITH_P_INPUT_NORM);
+    bool have_qkv = a->qkv.ndim && !from_pair;
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &in->n1));
+    ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &in->rstd1));
+    if (from_pair)
+        ITH_TRY(
+            ith_rmsnorm_forward(ctx, in->n1, a->x, in->rstd1, m->delta, m->residual, w, eps, 0.0f));
+    else
+        ITH_TRY(ith_rmsnorm_forward(ctx, in->n1, none, in->rstd1, a->x, none, w, eps, 0.0f));
+    if (!a->qkv.ndim)
+        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
+    if (!have_qkv)
+        ITH_TRY(ith_linear_forward(ctx, a->qkv, in->n1, weight(m, l, ITH_P_QKV), false));
+    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "q after norm and RoPE", m->dtype, t, hq,
+                       c->head_dim, &in->q));
+    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "k after norm and RoPE", m->dtype, t, hkv,
+                       c->head_dim, &in->k));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hq, &in->q_rstd));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hkv, &in->k_rstd));
+    qkv_views s = split_qkv(c, a->qkv);
+    return ith_qk_norm_rope_forward(ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
+                                    weight(m, l, ITH_P_Q_NORM), weight(m, l, ITH_P_K_NORM),
+                                    m->rope_cos, m->rope_sin, b->position_ids, eps, 0.0f);
+}
+
+static ith_status push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
+                                     ith_layer_acts *a, int64_t t)
+{
+    const ith_hf_config *c = m->config;
+    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, t, c->num_attention_heads,
+                       c->head_dim, &a->o));
+    return push(ctx, where, "attention lse", ITH_F32, t, c->num_attention_heads, &a->lse);
+}
+
+static ith_status attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                         const attention_in *in)
+{
+    ith_layer_acts *a = &m->acts[l];
+    return ith_attention_forward(ctx, a->o, a->lse, in->q, in->k, split_qkv(m->config, a->qkv).v,
+                                 b->seqs, scale_of(m->config), !b->bidirectional);
+}
+
+/* ---- MLPs ---- */
+
+/* Saved or made-again tensors of an expert layer on class `where`. */
+static ith_status push_experts(ith_model *m, ith_ctx *ctx, ith_mem_class where, ith_layer_acts *a,
+                               int64_t t)
+{
+    const ith_hf_config *c = m->config;
+    int64_t e = c->num_experts, k = c->num_experts_per_tok, s = t * k;
+    ITH_TRY(push(ctx, where, "router", ITH_F32, t, e, &a->probs));
+    ITH_TRY(push(ctx, where, "router", ITH_F32, t, k, &a->topk_w));
+    ITH_TRY(push(ctx, where, "router", ITH_I32, t, k, &a->topk_idx));
+    ITH_TRY(push_rows(ctx, where, "router", ITH_I32, e + 1, &a->offsets));
+    ITH_TRY(push_rows(ctx, where, "router", ITH_I32, s, &a->source));
+    ITH_TRY(push(ctx, where, "router", ITH_I32, t, k, &a->row_of));
+    ITH_TRY(push(ctx, where, "experts gate and up", m->dtype, s, 2 * c->moe_intermediate_size,
+                 &a->gate_up));
+    ITH_TRY(push(ctx, where, "experts output", m->dtype, s, c->hidden_size, &a->expert_out));
+    if (c->num_shared_experts)
+        ITH_TRY(push(ctx, where, "shared expert gate and up", m->dtype, t, 2 * shared_width(c),
+                     &a->shared_gate_up));
+    return ITH_OK;
+}
+
+/* Routing, gate_up and expert_out of a layer from n2. */
+static ith_status experts_forward(ith_model *m, ith_ctx *ctx, int64_t l, T n2)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = n2.shape[0], s = a->source.shape[0],
+            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T logits, xs, h;
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts, &logits));
+    ITH_TRY(ith_linear_forward(ctx, logits, n2, weight(m, l, ITH_P_ROUTER), false));
+    ITH_TRY(ith_group_router_forward(ctx, a->topk_w, a->topk_idx, a->probs, logits,
+                                     ith_layer_buffer(m, l, ITH_P_ROUTER_BIAS), c->n_group,
+                                     c->topk_group, (float)c->routed_scaling_factor));
+    ITH_TRY(ith_expert_sort(ctx, a->offsets, a->source, a->row_of, a->topk_idx));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "experts input", m->dtype, s, c->hidden_size, &xs));
+    ITH_TRY(ith_gather_rows(ctx, xs, n2, a->source));
+    ITH_TRY(
+        ith_grouped_linear_forward(ctx, a->gate_up, xs, weight(m, l, ITH_P_GATE_UP), a->offsets));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, s, c->moe_intermediate_size, &h));
+    ITH_TRY(ith_swiglu_forward(ctx, h, a->gate_up));
+    ITH_TRY(
+        ith_grouped_linear_forward(ctx, a->expert_out, h, weight(m, l, ITH_P_DOWN), a->offsets));
+    if (c->num_shared_experts)
+        ITH_TRY(ith_linear_forward(ctx, a->shared_gate_up, n2, weight(m, l, ITH_P_SHARED_GATE_UP),
+                                   false));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* y = silu(gate)*up Wdown^T from gate_up. */
+static ith_status mlp_out(ith_model *m, ith_ctx *ctx, T y, T gate_up, T down)
+{
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T h;
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, gate_up.shape[0],
+                 gate_up.shape[1] / 2, &h));
+    ITH_TRY(ith_swiglu_forward(ctx, h, gate_up));
+    ITH_TRY(ith_linear_forward(ctx, y, h, down, false));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* dn2 (+)= gradient of an MLP's input, from dy; gate_up becomes its gradient. */
+static ith_status mlp_in_gradient(ith_model *m, ith_ctx *ctx, T dn2, bool add, T dy, T gate_up,
+                                  T n2, const ith_param *up, const ith_param *down)
+{
+    int64_t t = dy.shape[0], width = gate_up.shape[1] / 2,
+            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T dh, h;
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden gradient", m->dtype, t, width, &dh));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, t, width, &h));
+    ITH_TRY(ith_linear_backward_input(ctx, dh, dy, down->w, false));
+    ITH_TRY(ith_swiglu_backward(ctx, gate_up, h, dh, gate_up));
+    ITH_TRY(ith_linear_backward_weight(ctx, down->grad, dy, h));
+    ITH_TRY(ith_linear_backward_weight(ctx, up->grad, gate_up, n2));
+    ITH_TRY(ith_linear_backward_input(ctx, dn2, gate_up, up->w, add));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* dn2 = gradient of the expert layer's input; dy = gradient of its output. */
+static ith_status experts_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dn2, T dy, T n2)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = dy.shape[0], s = a->source.shape[0],
+            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T dtopk, dh, h, xs, dlogits, none = ith_tensor_none(), dout = a->expert_out; /* in place */
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts_per_tok, &dtopk));
+    ITH_TRY(ith_expert_combine_backward(ctx, dout, dtopk, dy, a->expert_out, a->topk_w, a->row_of));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden gradient", m->dtype, s,
+                 c->moe_intermediate_size, &dh));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, s, c->moe_intermediate_size, &h));
+    ITH_TRY(ith_grouped_linear_backward_input(ctx, dh, dout, weight(m, l, ITH_P_DOWN), a->offsets));
+    ITH_TRY(ith_swiglu_backward(ctx, a->gate_up, h, dh, a->gate_up));
+    ITH_TRY(ith_grouped_linear_backward_weight(ctx, grad(m, l, ITH_P_DOWN), dout, h, a->offsets));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "experts input", m->dtype, s, c->hidden_size, &xs));
+    ITH_TRY(ith_gather_rows(ctx, xs, n2, a->source));
+    ITH_TRY(ith_grouped_linear_backward_weight(ctx, grad(m, l, ITH_P_GATE_UP), a->gate_up, xs,
+                                               a->offsets));
+    ITH_TRY(ith_grouped_linear_backward_input(ctx, xs, a->gate_up, weight(m, l, ITH_P_GATE_UP),
+                                              a->offsets)); /* xs is its gradient now */
+    ITH_TRY(ith_expert_combine(ctx, dn2, none, xs, none, a->row_of));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
+    ITH_TRY(ith_group_router_backward(ctx, dlogits, dtopk, a->topk_idx, a->probs,
+                                      (float)c->routed_scaling_factor));
+    ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_ROUTER), dlogits, n2));
+    ITH_TRY(ith_linear_backward_input(ctx, dn2, dlogits, weight(m, l, ITH_P_ROUTER), true));
+    if (c->num_shared_experts)
+        ITH_TRY(mlp_in_gradient(m, ctx, dn2, true, dy, a->shared_gate_up, n2,
+                                ith_layer_param(m, l, ITH_P_SHARED_GATE_UP),
+                                ith_layer_param(m, l, ITH_P_SHARED_DOWN)));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* ---- forward ---- */
+
+/* Pushes what layer l keeps. Without training its x and x2 are the stream: the norms add in place.
+ */
+static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                             bool training)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens;
+    ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
+    *a = (ith_layer_acts){.mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS),
+                          .host_mark = ith_plan_mark(ctx->plan, ITH_MEM_HOST),
+                          .x = m->stream,
+                          .x2 = m->stream};
+    if (training && keep == ITH_KEEP_HOST) {
+        a->x = m->offload;
+        ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "layer input", ith_tensor_bytes(a->x),
+                              &a->host_x, ctx->err));
+    } else if (training)
+        ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
+    if (keep <= ITH_KEEP_ATTENTION)
+        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, t));
+    if (keep != ITH_KEEP_ALL)
+        return ITH_OK;
+    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
+    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
+    if (c->layer_is_moe[l])
+        return push_experts(m, ctx, ITH_MEM_ACTIVATIONS, a, t);
+    return push(ctx, ITH_MEM_ACTIVATIONS, "gate and up", m->dtype, t, 2 * c->intermediate_size,
+                &a->gate_up);
+}
+
+/* Drops the views whose memory went with the workspace of the layer. */
+static void forget_unsaved(ith_model *m, int64_t l, bool training)
+{
+    ith_layer_acts *a = &m->acts[l];
+    ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
+    T none = ith_tensor_none();
+    if (keep == ITH_KEEP_ALL)
+        return;
+    ith_layer_acts kept = {
+        .x = a->x, .mark = a->mark, .host_mark = a->host_mark, .host_x = a->host_x};
+    kept.o = keep == ITH_KEEP_ATTENTION ? a->o : none;
+    kept.lse = keep == ITH_KEEP_ATTENTION ? a->lse : none;
+    *a = kept;
+}
+
+/* x2 = x + o Wdense^T and delta = MLP(norm(x2)). */
+static ith_status after_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens;
+    T o_out, n2, rstd2;
+    ITH_TRY(
+        push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
+    ITH_TRY(ith_linear_forward(ctx, o_out, heads_2d(a->o), weight(m, l, ITH_P_O), false));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &n2));
+    ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
+    ITH_TRY(ith_rmsnorm_forward(ctx, n2, a->x2, rstd2, o_out, a->x, weight(m, l, ITH_P_POST_NORM),
+                                (float)c->rms_norm_eps, 0.0f));
+    if (!c->layer_is_moe[l]) {
+        if (!a->gate_up.ndim)
+            ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, t,
+                         2 * c->intermediate_size, &a->gate_up));
+        ITH_TRY(ith_linear_forward(ctx, a->gate_up, n2, weight(m, l, ITH_P_GATE_UP), false));
+        return mlp_out(m, ctx, m->delta, a->gate_up, weight(m, l, ITH_P_DOWN));
+    }
+    if (!a->gate_up.ndim)
+        ITH_TRY(push_experts(m, ctx, ITH_MEM_WORKSPACE, a, t));
+    ITH_TRY(experts_forward(m, ctx, l, n2));
+    if (c->num_shared_experts)
+        ITH_TRY(mlp_out(m, ctx, m->delta, a->shared_gate_up, weight(m, l, ITH_P_SHARED_DOWN)));
+    T base = c->num_shared_experts ? m->delta : ith_tensor_none();
+    return ith_expert_combine(ctx, m->delta, base, a->expert_out, a->topk_w, a->row_of);
+}
+
+/* x of a layer that keeps it on the host, there and back: in stream order, so the staging buffer
+ * serves all layers. */
+static ith_status move_x(ith_ctx *ctx, const ith_layer_acts *a, bool to_host)
+{
+    ith_device *d = ctx->device;
+    int64_t bytes = ith_tensor_bytes(a->x);
+    if (ith_ctx_counting(ctx))
+        return ITH_OK;
+    return to_host ? d->download(d, a->host_x, a->x.data, bytes, ctx->err)
+                   : d->upload(d, a->x.data, a->host_x, bytes, ctx->err);
+}
+
+static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                bool training)
+{
+    ith_layer_acts *a = &m->acts[l];
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    attention_in in;
+    ITH_TRY(push_saved(m, ctx, b, l, training));
+    ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
+    if (!a->o.ndim)
+        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->num_tokens));
+    ITH_TRY(attend(m, ctx, b, l, &in));
+    ITH_TRY(after_attention(m, ctx, b, l));
+    if (a->host_x)
+        ITH_TRY(move_x(ctx, a, true));
+    m->residual = a->x2;
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    forget_unsaved(m, l, training);
+    return ITH_OK;
+}
+
+/* The pair at the first layer: embeddings and zero. */
+static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
+{
+    int64_t t = b->num_tokens, d = m->config->hidden_size;
+    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
+    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
+    m->residual = m->stream;
+    m->offload = ith_tensor_none();
+    for (int64_t l = 0; training && !m->offload.ndim && l < m->config->num_hidden_layers; l++)
+        if (m->keep[l] == ITH_KEEP_HOST)
+            ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "host staging", m->dtype, t, d, &m->offload));
+    m->expert_fraction = m->expert_mean_prob = ith_tensor_none(); /* no balancing loss */
+    ITH_TRY(ith_embedding_forward(ctx, m->stream, b->ids, m->params[m->embed].w));
+    return ith_zero(ctx, m->delta);
+}
+
+static ith_status llada2_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training,
+                                 T hidden)
+{
+    ITH_TRY(open_stream(m, ctx, b, training));
+    for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
+        ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
+    return ith_add(ctx, hidden, m->residual, m->delta);
+}
+
+/* ---- backward ---- */
+
+/* Makes o, lse and x2 again when the layer kept less; `in` is filled when attention had to be. */
+static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                   attention_in *in, bool *have_in)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens;
+    *have_in = !a->o.ndim;
+    if (a->x2.ndim)
+        return ITH_OK;
+    if (*have_in) {
+        ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
+        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, t));
+        ITH_TRY(attend(m, ctx, b, l, in));
+    }
+    T o_out, rstd2;
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    ITH_TRY(
+        push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
+    ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
+    ITH_TRY(ith_linear_forward(ctx, o_out, heads_2d(a->o), weight(m, l, ITH_P_O), false));
+    ITH_TRY(ith_rmsnorm_forward(ctx, ith_tensor_none(), a->x2, rstd2, o_out, a->x,
+                                weight(m, l, ITH_P_POST_NORM), (float)c->rms_norm_eps, 0.0f));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* dx [T,D]: in, the gradient of the layer's output; out, that of x2. */
+static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T n2, rstd2, dn2, none = ith_tensor_none(), norm = weight(m, l, ITH_P_POST_NORM);
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &n2));
+    ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
+    ITH_TRY(
+        push(ctx, ITH_MEM_WORKSPACE, "norm output gradient", m->dtype, t, c->hidden_size, &dn2));
+    ITH_TRY(
+        ith_rmsnorm_forward(ctx, n2, none, rstd2, a->x2, none, norm, (float)c->rms_norm_eps, 0.0f));
+    if (c->layer_is_moe[l]) {
+        if (!a->gate_up.ndim) {
+            ITH_TRY(push_experts(m, ctx, ITH_MEM_WORKSPACE, a, t));
+            ITH_TRY(experts_forward(m, ctx, l, n2));
+        }
+        ITH_TRY(experts_backward(m, ctx, l, dn2, dx, n2));
+    } else {
+        T gate_up = a->gate_up;
+        if (!gate_up.ndim) {
+            ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, t,
+                         2 * c->intermediate_size, &gate_up));
+            ITH_TRY(ith_linear_forward(ctx, gate_up, n2, weight(m, l, ITH_P_GATE_UP), false));
+        }
+        ITH_TRY(mlp_in_gradient(m, ctx, dn2, false, dx, gate_up, n2,
+                                ith_layer_param(m, l, ITH_P_GATE_UP),
+                                ith_layer_param(m, l, ITH_P_DOWN)));
+    }
+    ITH_TRY(ith_rmsnorm_backward(ctx, dx, grad(m, l, ITH_P_POST_NORM), dn2, dx, a->x2, rstd2, norm,
+                                 0.0f));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* dx: in, the gradient of x2; out, that of x. */
+static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                     attention_in *in, bool have_in, T dx)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens;
+    T do_, dqkv;
+    if (!have_in)
+        ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
+    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype, t,
+                       c->num_attention_heads, c->head_dim, &do_));
+    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv gradient", m->dtype, t, qkv_width(c), &dqkv));
+    ITH_TRY(ith_linear_backward_input(ctx, heads_2d(do_), dx, weight(m, l, ITH_P_O), false));
+    ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_O), dx, heads_2d(a->o)));
+    qkv_views s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
+    ITH_TRY(ith_attention_backward(ctx, ds.q, ds.k, ds.v, do_, in->q, in->k, s.v, a->o, a->lse,
+                                   b->seqs, scale_of(c), !b->bidirectional));
+    ITH_TRY(ith_qk_norm_rope_backward(
+        ctx, ds.q, ds.k, grad(m, l, ITH_P_Q_NORM), grad(m, l, ITH_P_K_NORM), ds.q, ds.k, s.q, s.k,
+        in->q_rstd, in->k_rstd, weight(m, l, ITH_P_Q_NORM), weight(m, l, ITH_P_K_NORM), m->rope_cos,
+        m->rope_sin, b->position_ids, 0.0f));
+    ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_QKV), dqkv, in->n1));
+    T dn1 = in->n1; /* n1 was read for the last time */
+    ITH_TRY(ith_linear_backward_input(ctx, dn1, dqkv, weight(m, l, ITH_P_QKV), false));
+    return ith_rmsnorm_backward(ctx, dx, grad(m, l, ITH_P_INPUT_NORM), dn1, dx, a->x, in->rstd1,
+                                weight(m, l, ITH_P_INPUT_NORM), 0.0f);
+}
+
+static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
+{
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    attention_in in;
+    bool have_in = false;
+    if (m->acts[l].host_x)
+        ITH_TRY(move_x(ctx, &m->acts[l], false));
+    ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));
+    ITH_TRY(mlp_backward(m, ctx, b, l, dx));
+    ITH_TRY(attention_backward(m, ctx, b, l, &in, have_in, dx));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
+    ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->acts[l].mark);
+    return ITH_OK;
+}
+
+static ith_status llada2_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, T dhidden)
+{
+    int64_t pad = m->config->pad_token_id;
+    T embed = m->params[m->embed].grad;
+    for (int64_t l = m->config->num_hidden_layers - 1; l >= 0; l--)
+        ITH_WRAP(layer_backward(m, ctx, b, l, dhidden), ctx->err, "layer %lld backward",
+                 (long long)l);
+    ITH_TRY(ith_embedding_backward(ctx, embed, dhidden, b->ids));
+    if (pad < 0 || m->head == m->embed)
+        return ITH_OK;
+    return ith_zero(ctx, ith_row_range(embed, pad, pad + 1));
+}
+
+/* ---- decode ----
+ * New rows of a sequence are one block that sees itself whole and all that is cached. Its keys and
+ * values go to the cache's next rows; decoding the block again overwrites them. */
+
+static T cache_layer(T cache, int64_t l)
+{
+    T t = ith_row_range(cache, l, l + 1);
+    return ith_tensor_3d(t.data, t.dtype, t.shape[1], t.shape[2], t.shape[3]);
+}
+
+/* The rows of sequence b as one cache for each of n queries: none hides a row from another. */
+static T cache_for_queries(T cache, const ith_kv_cache *kv, int64_t b, int64_t n)
+{
+    T rows = ith_row_range(cache, b * kv->capacity, (b + 1) * kv->capacity);
+    T t = ith_tensor_4d(rows.data, rows.dtype, 4, n, kv->capacity, rows.shape[1], rows.shape[2]);
+    t.stride[0] = 0;
+    return t;
+}
+
+static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                               ith_kv_cache *cache, T rows, bool prefill)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    int64_t t = b->num_tokens, q = q_width(c), kv = kv_width(c), n = t / cache->batch,
+            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    attention_in in;
+    T k = cache_layer(cache->k, l), v = cache_layer(cache->v, l);
+    ITH_TRY(push_saved(m, ctx, b, l, false));
+    ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
+    ITH_TRY(ith_scatter_rows(ctx, heads_2d(k), heads_2d(in.k), rows));
+    ITH_TRY(ith_scatter_rows(ctx, heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
+    ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, t));
+    if (prefill)
+        ITH_TRY(attend(m, ctx, b, l, &in));
+    for (int64_t s = 0; s < cache->batch && !prefill; s++)
+        ITH_TRY(ith_attention_decode(
+            ctx, ith_row_range(a->o, s * n, (s + 1) * n), ith_row_range(in.q, s * n, (s + 1) * n),
+            cache_for_queries(k, cache, s, n), cache_for_queries(v, cache, s, n),
+            ith_row_range(cache->lengths, s * n, (s + 1) * n), scale_of(c)));
+    ITH_TRY(after_attention(m, ctx, b, l));
+    m->residual = a->x2;
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    forget_unsaved(m, l, false);
+    return ITH_OK;
+}
+
+static ith_status llada2_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, ith_kv_cache *cache,
+                                T rows, bool prefill, T hidden)
+{
+    ITH_ASSERT(prefill || b->num_tokens % cache->batch == 0);
+    ITH_TRY(open_stream(m, ctx, b, false));
+    for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
+        ITH_WRAP(layer_decode(m, ctx, b, l, cache, rows, prefill), ctx->err, "layer %lld",
+                 (long long)l);
+    return ith_add(ctx, hidden, m->residual, m->delta);
+}
+
+const ith_model_family ith_family_llada2 = {ITH_FAMILY_LLADA2, llada2_declare, llada2_forward,
+                                            llada2_backward, llada2_decode};

@@ -1,0 +1,298 @@
+/* Goal: a diffusion run keeps the rules of every other run (resume, accumulation, expert layouts,
+ * nothing lost), and what it learned comes out of the decoder in fewer forwards than tokens.
+ * Method: a tiny LLaDA2 with a selection bias that matters, trained through the trainer. */
+#include "e2e/small_dir.h"
+
+#include <math.h>
+
+#include "checkpoint/experts.h"
+#include "generate/block_decoder.h"
+#include "model/llada2.h"
+#include "model/presets.h"
+
+static char *base;
+
+enum { BLOCK = 8 };
+
+/* A selection bias that changes the choice of experts. */
+static void bias_values(float *out, int64_t n)
+{
+    for (int64_t e = 0; e < n; e++)
+        out[e] = 0.05f * (float)((e * 5) % 7) - 0.1f;
+}
+
+static void make_llada2(const char *dir)
+{
+    static const char *const special[] = {"<|endoftext|>", "<|im_start|>", "<|im_end|>",
+                                          "<|mask|>"};
+    static ith_st_entry tensors[256];
+    ith_error err = {0};
+    ith_hf_config config;
+    ith_model *m = NULL;
+    json_t *json = NULL;
+    ith_buf text = {0};
+    assert_ok(ith_make_dirs(dir, &err), err);
+    assert_ok(ith_preset_config(ith_preset_find("tiny-llada2"), 320, -1, ITH_F32, &json, &err),
+              err);
+    json_object_set_new(json, "initializer_range", json_real(0.1));
+    assert_ok(ith_json_dump(json, false, &text, &err), err);
+    json_decref(json);
+    assert_ok(ith_write_file(small_join(dir, "config.json"), text.data, text.len, &err), err);
+    assert_ok(ith_hf_config_parse(&config, text.data, text.len, "config.json", &err), err);
+    assert_ok(ith_model_create(&m, &config, ITH_F32, 1, &err), err);
+    int64_t count = small_tensors(m, &(small_layout){.dtype = ITH_F32}, tensors);
+    for (int64_t i = 0; i < m->num_buffers; i++) {
+        float values[64];
+        bias_values(values, m->buffer_list[i].count);
+        small_put_tensor(&tensors[count++], m->buffer_list[i].hf_name, ITH_F32, 1,
+                         &m->buffer_list[i].count, values);
+    }
+    assert_ok(ith_st_write(dir, tensors, count, NULL, &err), err);
+    for (int64_t i = 0; i < count; i++)
+        ith_free((void *)(uintptr_t)tensors[i].data);
+    assert_ok(ith_bpe_train(small_text, (int64_t)sizeof small_text - 1, 300, special, 4, dir, &err),
+              err);
+    small_write(dir, "chat_template.jinja",
+                "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + "
+                "'<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- "
+                "'<|im_start|>assistant\\n' }}{%- endif %}");
+    ith_model_destroy(m);
+    ith_hf_config_deinit(&config);
+    ith_buf_deinit(&text);
+}
+
+static int setup(void **state)
+{
+    (void)state;
+    base = small_setup("diffusion");
+    make_llada2(small_join(base, "m"));
+    small_make_data(small_join(base, "data.jsonl"), 16);
+    small_write(
+        base, "facts.jsonl",
+        "{\"messages\": [{\"role\": \"user\", \"content\": \"Who crosses?\"}, "
+        "{\"role\": \"assistant\", \"content\": \"The red fox crosses the river.\"}]}\n"
+        "{\"messages\": [{\"role\": \"user\", \"content\": \"Who sleeps?\"}, "
+        "{\"role\": \"assistant\", \"content\": \"The grey owl sleeps in the tower.\"}]}\n");
+    return 0;
+}
+
+static int teardown(void **state)
+{
+    (void)state;
+    small_teardown(base);
+    return 0;
+}
+
+#define DIFFUSION                                                                                  \
+    "bf16: false\ndiffusion_config: {name: block_diffusion, block_size: 8, noise_range_high: 1.0"
+
+/* One run; rows of the log in seen. */
+static void train(const char *model, const char *out, const char *more, small_seen *seen)
+{
+    ith_error err = {0};
+    ith_config c;
+    ith_run_result result;
+    memset(seen, 0, sizeof *seen);
+    small_config(&c, model, small_join(base, "data.jsonl"), out, more);
+    assert_ok(small_train(&c, seen, &result, &err), err);
+    ith_config_deinit(&c);
+    ith_buf_deinit(&seen->news);
+}
+
+static void test_resumed_noise_is_the_same_noise(void **state)
+{
+    (void)state;
+    ith_error err = {0};
+    ith_config c;
+    ith_run_result result;
+    static small_seen seen;
+    char whole[1200], cut[1200];
+    snprintf(whole, sizeof whole, "%s/whole", base);
+    snprintf(cut, sizeof cut, "%s/cut", base);
+    static const char more[] = DIFFUSION "}\nnum_train_epochs: 2\nglobal_batch_size: 4\n";
+    train(small_join(base, "m"), whole, more, &seen);
+    memset(&seen, 0, sizeof seen);
+    seen.poll_at = 3;
+    seen.poll_bits = ITH_POLL_STOP;
+    small_config(&c, small_join(base, "m"), small_join(base, "data.jsonl"), cut, more);
+    assert_ok(small_train(&c, &seen, &result, &err), err);
+    ith_config_deinit(&c);
+    ith_buf_deinit(&seen.news);
+    train(small_join(base, "m"), cut,
+          DIFFUSION "}\nnum_train_epochs: 2\nglobal_batch_size: 4\nresume_from_checkpoint: auto\n",
+          &seen);
+    assert_same_file(small_join(whole, "model.safetensors"), small_join(cut, "model.safetensors"));
+}
+
+static void test_accumulation_does_not_change_loss_or_gradient(void **state)
+{
+    (void)state;
+    static small_seen a, b;
+    train(small_join(base, "m"), small_join(base, "acc1"),
+          DIFFUSION "}\nmax_steps: 2\nglobal_batch_size: 4\nmicro_batch_size: 1\n", &a);
+    train(small_join(base, "m"), small_join(base, "acc4"),
+          DIFFUSION "}\nmax_steps: 2\nglobal_batch_size: 4\nmicro_batch_size: 4\n", &b);
+    for (int i = 0; i < 2; i++)
+        if (!(fabs(a.rows[i].loss - b.rows[i].loss) <= 1e-5 * fabs(a.rows[i].loss)) ||
+            !(fabs(a.rows[i].grad_norm - b.rows[i].grad_norm) <= 1e-4 * a.rows[i].grad_norm))
+            fail_msg("step %d: loss %.9g norm %.9g, in one micro-batch %.9g and %.9g", i + 1,
+                     a.rows[i].loss, a.rows[i].grad_norm, b.rows[i].loss, b.rows[i].grad_norm);
+}
+
+static void test_merged_experts_train_to_the_same_bytes(void **state)
+{
+    (void)state;
+    static small_seen seen;
+    ith_error err = {0};
+    ith_experts_report r;
+    static const char more[] = DIFFUSION ", complementary: true, loss_weight: inverse}\n"
+                                         "max_steps: 3\nglobal_batch_size: 2\n";
+    char merged[1200], apart[1200], back[1200], source[1200];
+    snprintf(source, sizeof source, "%s/m", base);
+    snprintf(merged, sizeof merged, "%s/merged", base);
+    snprintf(apart, sizeof apart, "%s/from-apart", base);
+    snprintf(back, sizeof back, "%s/back", base);
+    assert_ok(ith_experts_convert(source, merged, true, 0, &r, &err), err);
+    train(source, apart, more, &seen);
+    train(merged, small_join(base, "from-merged"), more, &seen);
+    assert_ok(ith_experts_convert(small_join(base, "from-merged"), back, false, 0, &r, &err), err);
+    assert_same_file(small_join(apart, "model.safetensors"), small_join(back, "model.safetensors"));
+    /* the selection bias: neither trained nor converted */
+    ith_st_reader *reader = NULL;
+    assert_ok(ith_st_open(&reader, apart, &err), err);
+    const ith_st_entry *e = ith_st_find(reader, "model.layers.2.mlp.gate.expert_bias");
+    float values[8];
+    assert_true(e && e->dtype == ITH_F32 && e->bytes == 32);
+    bias_values(values, 8);
+    assert_memory_equal(e->data, values, 32);
+    ith_st_close(reader);
+}
+
+static void test_nothing_masked_is_a_step_of_zero(void **state)
+{
+    (void)state;
+    static small_seen seen;
+    train(small_join(base, "m"), small_join(base, "zero"),
+          "bf16: false\ndiffusion_config: {name: random_mask, noise_range_low: 0, "
+          "noise_range_high: 0}\nmax_steps: 1\n",
+          &seen);
+    assert_true(seen.rows[0].loss == 0 && seen.rows[0].grad_norm == 0);
+}
+
+static void test_what_does_not_fit_is_refused(void **state)
+{
+    (void)state;
+    ith_error err = {0};
+    ith_config c;
+    ith_run_result result;
+    static small_seen seen;
+    small_shape shape = small_dense;
+    shape.vocab = 320;
+    small_make_model(small_join(base, "causal"), &shape, &(small_layout){.dtype = ITH_F32});
+    small_config(&c, small_join(base, "causal"), small_join(base, "data.jsonl"),
+                 small_join(base, "no"), DIFFUSION "}\n");
+    assert_fails(small_train(&c, &seen, &result, &err), err, ITH_ERR_USAGE,
+                 "qwen3 is not a diffusion model");
+    ith_config_deinit(&c);
+    ith_error_clear(&err);
+    small_config(&c, small_join(base, "m"), small_join(base, "data.jsonl"), small_join(base, "no"),
+                 "router_aux_loss_coef: 0.1\n");
+    assert_fails(small_train(&c, &seen, &result, &err), err, ITH_ERR_USAGE,
+                 "balances its experts without a loss");
+    ith_config_deinit(&c);
+    ith_block_decoder d;
+    ith_decoder_options o = {
+        .device = ITH_USE_CPU, .threads = 1, .batch = 1, .capacity = 8, .max_append = 8};
+    ith_error_clear(&err);
+    assert_fails(ith_block_decoder_open(&d, small_join(base, "causal"), &o, 8, &err), err,
+                 ITH_ERR_USAGE, "not a diffusion model");
+}
+
+/* Prompt of one user message. */
+static void prompt_of(const ith_tokenizer *tok, const char *question, ith_ids *out)
+{
+    ith_error err = {0};
+    char text[256];
+    snprintf(text, sizeof text, "<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n",
+             question);
+    assert_ok(ith_tokenizer_encode(tok, text, (int64_t)strlen(text), out, &err), err);
+}
+
+static void check_answers(const char *dir, const char *const *questions, const char *const *answers)
+{
+    ith_error err = {0};
+    ith_tokenizer *tok = NULL;
+    ith_block_decoder d;
+    ith_block_answer out[2];
+    ith_ids prompts[2] = {{0}, {0}};
+    assert_ok(ith_tokenizer_open(&tok, dir, &err), err);
+    int32_t stop = ith_tokenizer_find(tok, "<|im_end|>");
+    for (int i = 0; i < 2; i++)
+        prompt_of(tok, questions[i], &prompts[i]);
+    int64_t longest = ith_max_i64(prompts[0].count, prompts[1].count);
+    ith_decoder_options o = {.device = ITH_USE_CPU,
+                             .threads = 1,
+                             .batch = 2,
+                             .capacity = ith_block_row_len(longest, 48, BLOCK),
+                             .max_append = 2 * longest};
+    assert_ok(ith_block_decoder_open(&d, dir, &o, BLOCK, &err), err);
+    ith_block_how how = {.block = BLOCK,
+                         .steps = BLOCK,
+                         .minimal_topk = 1,
+                         .threshold = 0.9,
+                         .max_new = 48,
+                         .mask_id = (int32_t)ith_llada2_mask_id(&d.hf, tok),
+                         .stop_ids = &stop,
+                         .num_stop_ids = 1};
+    assert_ok(ith_block_decoder_generate(&d, prompts, 2, &how, out, &err), err);
+    for (int i = 0; i < 2; i++) {
+        ith_buf text = {0};
+        int64_t tokens = out[i].end - out[i].prompt;
+        assert_ok(
+            ith_tokenizer_decode(tok, out[i].row.ids + out[i].prompt, tokens, true, &text, &err),
+            err);
+        assert_string_equal(text.data ? text.data : "", answers[i]);
+        if (out[i].steps + out[i].commits >= tokens)
+            fail_msg("%lld forwards for %lld tokens", (long long)(out[i].steps + out[i].commits),
+                     (long long)tokens);
+        ith_buf_deinit(&text);
+        ith_ids_free(&out[i].row);
+        ith_ids_free(&prompts[i]);
+    }
+    ith_block_decoder_close(&d);
+    ith_tokenizer_close(tok);
+}
+
+static void test_what_was_learned_is_written_in_fewer_forwards_than_tokens(void **state)
+{
+    (void)state;
+    static const char *const questions[] = {"Who crosses?", "Who sleeps?"};
+    static const char *const answers[] = {"The red fox crosses the river.",
+                                          "The grey owl sleeps in the tower."};
+    ith_error err = {0};
+    ith_config c;
+    ith_run_result result;
+    static small_seen seen;
+    small_config(&c, small_join(base, "m"), small_join(base, "facts.jsonl"),
+                 small_join(base, "learned"),
+                 DIFFUSION "}\nmax_steps: 250\nglobal_batch_size: 2\nmicro_batch_size: 2\n"
+                           "lr_scheduler_config: {name: cosine}\nlogging_steps: 250\n");
+    memset(&seen, 0, sizeof seen);
+    assert_ok(small_train(&c, &seen, &result, &err), err);
+    ith_config_deinit(&c);
+    ith_buf_deinit(&seen.news);
+    check_answers(small_join(base, "learned"), questions, answers);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_resumed_noise_is_the_same_noise),
+        cmocka_unit_test(test_accumulation_does_not_change_loss_or_gradient),
+        cmocka_unit_test(test_merged_experts_train_to_the_same_bytes),
+        cmocka_unit_test(test_nothing_masked_is_a_step_of_zero),
+        cmocka_unit_test(test_what_does_not_fit_is_refused),
+        cmocka_unit_test(test_what_was_learned_is_written_in_fewer_forwards_than_tokens),
+    };
+    return cmocka_run_group_tests(tests, setup, teardown);
+}

@@ -1,0 +1,356 @@
+/* Goal: masks, labels, weights and rows of diffusion training are those of the definition, and do
+ * not depend on anything but (seed, epoch, sample, token).
+ * Method: small samples with draws worked out by hand; then the drawn noise in the two ways a
+ * sample can be batched; then the counts that the rules for leaving rows out must give. */
+#include "testing.h"
+
+#include "data/noise.h"
+
+#include <math.h>
+
+static ith_error err;
+
+enum { MAX_LEN = 64, MAX_DOCS = 4 };
+
+/* A clean packed batch: of each document the first prompt tokens are not trained. */
+typedef struct {
+    int32_t ids[MAX_DOCS * MAX_LEN], positions[MAX_DOCS * MAX_LEN], labels[MAX_DOCS * MAX_LEN];
+    int32_t cu[MAX_DOCS + 1];
+    float weights[MAX_DOCS * MAX_LEN];
+    int64_t sample[MAX_DOCS];
+    ith_micro_batch batch;
+} clean_batch;
+
+static void clean_begin(clean_batch *c)
+{
+    memset(c, 0, sizeof *c);
+    c->batch = (ith_micro_batch){.ids = c->ids,
+                                 .position_ids = c->positions,
+                                 .labels = c->labels,
+                                 .cu_seqlens = c->cu,
+                                 .weights = c->weights,
+                                 .sample = c->sample};
+}
+
+static void clean_add(clean_batch *c, int64_t len, int64_t prompt, int64_t sample)
+{
+    int64_t begin = c->cu[c->batch.num_docs], d = c->batch.num_docs++;
+    for (int64_t i = 0; i < len; i++) {
+        bool trained = i + 1 < len && i + 1 >= prompt;
+        c->ids[begin + i] = (int32_t)(10 + sample * 100 + i);
+        c->positions[begin + i] = (int32_t)i;
+        c->labels[begin + i] = trained ? (int32_t)(10 + sample * 100 + i + 1) : -100;
+        c->weights[begin + i] = trained ? 1 : 0;
+    }
+    c->sample[d] = sample;
+    c->cu[d + 1] = (int32_t)(begin + len);
+    c->batch.num_tokens = begin + len;
+}
+
+static ith_noise_options options(void)
+{
+    ith_noise_options o = {.blocks = true,
+                           .block_size = 4,
+                           .mask_id = 5,
+                           .end_id = 2,
+                           .low = 0.3,
+                           .high = 0.8,
+                           .same_token = true,
+                           .seed = 7};
+    return o;
+}
+
+static const ith_batch_limits limits = {
+    .max_tokens = MAX_DOCS * MAX_LEN, .max_docs = MAX_DOCS, .max_doc_tokens = MAX_LEN};
+
+static ith_noiser *open_noiser(const ith_noise_options *o)
+{
+    ith_noiser *n = NULL;
+    assert_ok(ith_noiser_create(&n, o, &limits, &err), err);
+    return n;
+}
+
+/* x0 = [1,2,0,3], one prompt token, t = 0.55, draws 0.10 0.40 0.90 0.20, mask id 4. */
+static void test_tokens_by_hand_and_their_complement(void **state)
+{
+    (void)state;
+    ith_noise_options o = options();
+    o.mask_id = 4;
+    const int32_t x0[] = {1, 2, 0, 3};
+    const bool may[] = {false, true, true, true};
+    const double u[] = {0.10, 0.40, 0.90, 0.20};
+    int32_t xt[4], target[4];
+    assert_int_equal(ith_noise_tokens(&o, x0, may, u, 0.55, false, 4, xt, target), 2);
+    assert_memory_equal(xt, ((int32_t[]){1, 4, 0, 4}), sizeof xt);
+    assert_memory_equal(target, ((int32_t[]){-100, 2, -100, 3}), sizeof target);
+    assert_int_equal(ith_noise_tokens(&o, x0, may, u, 0.55, true, 4, xt, target), 1);
+    assert_memory_equal(xt, ((int32_t[]){1, 2, 4, 3}), sizeof xt);
+    assert_memory_equal(target, ((int32_t[]){-100, -100, 0, -100}), sizeof target);
+}
+
+/* 10 tokens in blocks of 4; tokens 5 and 6 masked: one live block, one clean block before it. */
+static void test_rows_left_out_are_those_nobody_reads(void **state)
+{
+    (void)state;
+    int32_t x0[10], xt[10], target[10];
+    float w[10];
+    for (int i = 0; i < 10; i++) {
+        x0[i] = 20 + i;
+        xt[i] = i == 5 || i == 6 ? 5 : x0[i];
+        target[i] = xt[i] == 5 ? x0[i] : -100;
+        w[i] = 1;
+    }
+    for (int keep_all = 0; keep_all < 2; keep_all++) {
+        ith_noise_options o = options();
+        o.keep_all = keep_all != 0;
+        ith_noiser *n = open_noiser(&o);
+        ith_micro_batch b;
+        ith_noiser_begin(n);
+        ith_noiser_add(n, x0, xt, target, w, 10, 3);
+        ith_noiser_end(n, &b);
+        assert_int_equal(b.num_docs, 1);
+        assert_int_equal(b.num_tokens, keep_all ? 20 : 8);
+        assert_int_equal(b.noisy[0], keep_all ? 10 : 4);
+        assert_int_equal(b.num_labels, 2);
+        int at = keep_all ? 5 : 1;
+        assert_int_equal(b.position_ids[at], 5);
+        assert_int_equal(b.labels[at], 25);
+        assert_int_equal(b.ids[at], 5);
+        assert_int_equal(b.ids[b.noisy[0]], 20); /* the clean part begins */
+        assert_int_equal(b.position_ids[b.noisy[0]], 0);
+        ith_noiser_destroy(n);
+    }
+}
+
+/* Token 4 opens a block; with shifted labels its loss row is the last row of the block before,
+ * which has no mask itself and must stay. */
+static void test_shifted_labels_keep_the_block_of_the_loss_row(void **state)
+{
+    (void)state;
+    const int32_t x0[] = {20, 21, 22, 23, 24, 25, 26, 27}, xt[] = {20, 21, 22, 23, 5, 25, 26, 27};
+    const int32_t target[] = {-100, -100, -100, -100, 24, -100, -100, -100};
+    const float w[] = {1, 1, 1, 1, 1, 1, 1, 1};
+    ith_noise_options o = options();
+    o.same_token = false;
+    ith_noiser *n = open_noiser(&o);
+    ith_micro_batch b;
+    ith_noiser_begin(n);
+    ith_noiser_add(n, x0, xt, target, w, 8, 0);
+    ith_noiser_end(n, &b);
+    assert_int_equal(b.num_tokens, 4); /* the first noisy block, and no clean one before it */
+    assert_int_equal(b.noisy[0], 4);
+    assert_int_equal(b.labels[3], 24);
+    assert_int_equal(b.num_labels, 1);
+    ith_noiser_destroy(n);
+}
+
+static uint64_t masks_of(const ith_micro_batch *b, int64_t doc)
+{
+    uint64_t bits = 0;
+    for (int32_t t = b->cu_seqlens[doc]; t < b->cu_seqlens[doc + 1]; t++)
+        if (b->labels[t] >= 0)
+            bits |= 1ULL << b->position_ids[t];
+    return bits;
+}
+
+static void test_noise_depends_on_epoch_and_sample_alone(void **state)
+{
+    (void)state;
+    ith_noise_options o = options();
+    o.keep_all = true;
+    clean_batch both, one;
+    clean_begin(&both);
+    clean_add(&both, 40, 5, 8);
+    clean_add(&both, 60, 9, 3);
+    clean_begin(&one);
+    clean_add(&one, 60, 9, 3);
+    ith_noiser *n = open_noiser(&o), *again = open_noiser(&o);
+    ith_micro_batch a, b, c;
+    ith_noiser_apply(n, NULL, &both.batch, 4, 1, &a);
+    ith_noiser_apply(again, NULL, &one.batch, 4, 1, &b);
+    uint64_t first = masks_of(&a, 0), second = masks_of(&a, 1);
+    assert_true(first != 0 && second != 0);
+    assert_true(second == masks_of(&b, 0));
+    assert_int_equal(second & 0x1ff, 0); /* the prompt */
+    ith_noiser_apply(again, NULL, &one.batch, 5, 1, &c);
+    assert_true(second != masks_of(&c, 0));
+    ith_noiser_destroy(n);
+    ith_noiser_destroy(again);
+}
+
+/* Ratios follow the range: of 51 tokens that may be masked, over many samples. */
+static void test_mask_ratio_stays_in_its_range(void **state)
+{
+    (void)state;
+    ith_noise_options o = options();
+    ith_noiser *n = open_noiser(&o);
+    double sum = 0;
+    enum { SAMPLES = 400 };
+    for (int64_t s = 0; s < SAMPLES; s++) {
+        clean_batch c;
+        ith_micro_batch b;
+        clean_begin(&c);
+        clean_add(&c, 60, 9, s);
+        ith_noiser_apply(n, NULL, &c.batch, 0, 1, &b);
+        sum += (double)b.num_labels / 51;
+    }
+    if (fabs(sum / SAMPLES - 0.55) > 0.02)
+        fail_msg("mean ratio %g, expected 0.55", sum / SAMPLES);
+    ith_noiser_destroy(n);
+}
+
+/* Answer of 3 tokens after a prompt of 5, everything masked. */
+static void test_padding_trains_what_it_says(void **state)
+{
+    (void)state;
+    static const struct {
+        ith_noise_padding padding;
+        int64_t labels;
+    } cases[] = {{ITH_PAD_NONE, 3}, {ITH_PAD_END, 4}, {ITH_PAD_BLOCK, 7}, {ITH_PAD_FULL, 11}};
+    for (int i = 0; i < 4; i++) {
+        ith_noise_options o = options();
+        o.low = o.high = 1;
+        o.padding = cases[i].padding;
+        o.full_len = 16;
+        ith_noiser *n = open_noiser(&o);
+        clean_batch c;
+        ith_micro_batch b;
+        clean_begin(&c);
+        clean_add(&c, 8, 5, 0);
+        ith_noiser_apply(n, NULL, &c.batch, 0, 1, &b);
+        if (b.num_labels != cases[i].labels)
+            fail_msg("padding %d: %d labels, expected %d", i, (int)b.num_labels,
+                     (int)cases[i].labels);
+        if (i > 0)
+            assert_int_equal(b.labels[b.noisy[0] - 1], 2); /* the last one is an end token */
+        ith_noiser_destroy(n);
+    }
+}
+
+static void test_complement_masks_every_answer_token_once(void **state)
+{
+    (void)state;
+    ith_noise_options o = options();
+    o.complementary = o.keep_all = true;
+    ith_noiser *n = open_noiser(&o);
+    clean_batch c;
+    ith_micro_batch b;
+    clean_begin(&c);
+    clean_add(&c, 40, 5, 11);
+    ith_noiser_apply(n, NULL, &c.batch, 0, 1, &b);
+    assert_int_equal(b.num_docs, 2);
+    uint64_t first = masks_of(&b, 0), second = masks_of(&b, 1),
+             answer = ((1ULL << 40) - 1) & ~0x1fULL;
+    assert_true((first & second) == 0);
+    assert_true((first | second) == answer);
+    assert_int_equal(b.num_labels, 35);
+    ith_noiser_destroy(n);
+}
+
+static void check_sum(const char *what, double got, double wanted)
+{
+    if (!(fabs(got - wanted) <= 1e-5 * fabs(wanted)))
+        fail_msg("%s: %.9g, expected %.9g", what, got, wanted);
+}
+
+static double sum_of(const ith_micro_batch *b)
+{
+    double sum = 0;
+    for (int64_t i = 0; i < b->num_tokens; i++)
+        sum += (double)b->weights[i];
+    return sum;
+}
+
+static void test_weights_and_their_part_of_c(void **state)
+{
+    (void)state;
+    ith_noise_options o = options();
+    o.low = o.high = 0.5;
+    clean_batch c;
+    clean_begin(&c);
+    clean_add(&c, 60, 9, 0);
+    ith_micro_batch b;
+    ith_noiser *n = open_noiser(&o);
+    ith_noiser_apply(n, NULL, &c.batch, 0, 4, &b);
+    int64_t masked = b.num_labels;
+    check_sum("one: C counts masked tokens", b.weight_sum, (double)masked);
+    ith_noiser_destroy(n);
+    o.weight = ITH_WEIGHT_INVERSE;
+    n = open_noiser(&o);
+    ith_noiser_apply(n, NULL, &c.batch, 0, 4, &b);
+    check_sum("inverse: C counts answer tokens", b.weight_sum, 51);
+    check_sum("inverse: a masked token weighs 1/t", sum_of(&b), 2.0 * (double)masked);
+    ith_noiser_destroy(n);
+    o.weight = ITH_WEIGHT_ONE;
+    o.per_micro_batch = true;
+    n = open_noiser(&o);
+    ith_noiser_apply(n, NULL, &c.batch, 0, 4, &b);
+    check_sum("per micro-batch: part of C", b.weight_sum, 0.25);
+    check_sum("per micro-batch: weights", sum_of(&b), 0.25);
+    ith_noiser_destroy(n);
+}
+
+static void test_nothing_masked_is_an_empty_batch(void **state)
+{
+    (void)state;
+    for (int mode = 0; mode < 3; mode++) {
+        ith_noise_options o = options();
+        o.low = o.high = 0;
+        o.per_micro_batch = mode == 1;
+        o.weight = mode == 2 ? ITH_WEIGHT_INVERSE : ITH_WEIGHT_ONE;
+        ith_noiser *n = open_noiser(&o);
+        clean_batch c;
+        ith_micro_batch b;
+        clean_begin(&c);
+        clean_add(&c, 6, 5, 0);
+        ith_noiser_apply(n, NULL, &c.batch, 0, 1, &b);
+        assert_int_equal(b.num_tokens, 0);
+        assert_int_equal(b.num_docs, 0);
+        assert_true(isfinite(b.weight_sum));
+        ith_noiser_destroy(n);
+    }
+}
+
+static void test_limits_hold_for_every_option(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 32; i++) {
+        ith_noise_options o = options();
+        o.low = o.high = 1;
+        o.padding = (ith_noise_padding)(i & 3);
+        o.full_len = MAX_LEN;
+        o.complementary = i & 4;
+        o.blocks = i & 8;
+        o.keep_all = i & 16;
+        ith_noiser *n = open_noiser(&o);
+        ith_batch_limits l = ith_noiser_limits(n);
+        clean_batch c;
+        ith_micro_batch b;
+        clean_begin(&c);
+        for (int d = 0; d < MAX_DOCS; d++)
+            clean_add(&c, d ? MAX_LEN : 1, 1, d);
+        ith_noiser_apply(n, NULL, &c.batch, 0, 1, &b);
+        assert_true(b.num_tokens <= l.max_tokens && b.num_docs <= l.max_docs &&
+                    b.num_labels <= l.max_labels);
+        for (int64_t d = 0; d < b.num_docs; d++)
+            assert_true(b.cu_seqlens[d + 1] - b.cu_seqlens[d] <= l.max_doc_tokens);
+        ith_noiser_destroy(n);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_tokens_by_hand_and_their_complement),
+        cmocka_unit_test(test_rows_left_out_are_those_nobody_reads),
+        cmocka_unit_test(test_shifted_labels_keep_the_block_of_the_loss_row),
+        cmocka_unit_test(test_noise_depends_on_epoch_and_sample_alone),
+        cmocka_unit_test(test_mask_ratio_stays_in_its_range),
+        cmocka_unit_test(test_padding_trains_what_it_says),
+        cmocka_unit_test(test_complement_masks_every_answer_token_once),
+        cmocka_unit_test(test_weights_and_their_part_of_c),
+        cmocka_unit_test(test_nothing_masked_is_an_empty_batch),
+        cmocka_unit_test(test_limits_hold_for_every_option),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
