@@ -97,6 +97,11 @@ wrong 2 "cp_size: 2 does not divide the number of processes 3" ranks=3 cp_size=2
 wrong 2 "nowhere.jsonl" ranks=2 train_dataset=/nowhere.jsonl
 wrong 1 "cannot create directory" ranks=2 output_dir=/proc/nowhere
 
+# A plan of one rank of the job, without starting it.
+"$ithaca" plan "$work/run.yaml" "output_dir=$work/plan" cp_size=4 dp_size=2 zero_stage=3 >"$work/plan.out" 2>&1 ||
+    fail "plan ended with $?"
+grep -q "ulysses blocks" "$work/plan.out" && grep -q "gradients of a layer" "$work/plan.out" || fail "plan: not of many ranks"
+
 # SIGTERM saves and stops; a killed rank ends the others.
 stop_with() {
     train "$1" ranks=2 max_steps=100000 eval_strategy=no eval_split_ratio=0 save_steps=100000 eval_steps=null &
