@@ -100,7 +100,9 @@ wrong 1 "cannot create directory" ranks=2 output_dir=/proc/nowhere
 # A plan of one rank of the job, without starting it.
 "$ithaca" plan "$work/run.yaml" "output_dir=$work/plan" cp_size=4 dp_size=2 zero_stage=3 >"$work/plan.out" 2>&1 ||
     fail "plan ended with $?"
-grep -q "ulysses blocks" "$work/plan.out" && grep -q "gradients of a layer" "$work/plan.out" || fail "plan: not of many ranks"
+for row in "ulysses blocks" "gradients of a layer"; do
+    grep -q "$row" "$work/plan.out" || fail "plan: no row '$row'"
+done
 
 # SIGTERM saves and stops; a killed rank ends the others.
 stop_with() {
