@@ -23,6 +23,8 @@ need libutf8proc-dev /usr/include/utf8proc.h /usr/local/include/utf8proc.h
 optional=""
 have_optional() { pkg=$1; shift; for f in "$@"; do for g in $f; do [ -e "$g" ] && return 0; done; done; optional="$optional $pkg"; }
 [ "${1:-}" = --program ] || have_optional libdnnl-dev /usr/include/dnnl.h "/usr/include/oneapi/dnnl/dnnl.h"
+[ "${1:-}" = --program ] || have_optional libopenmpi-dev /usr/include/mpi.h "/usr/include/*/mpi.h" "/usr/lib/*/openmpi/include/mpi.h"
+have_optional openmpi-bin /usr/bin/mpirun /usr/local/bin/mpirun
 [ -z "$missing$optional" ] && exit 0
 if ! command -v apt-get >/dev/null; then
     [ -z "$missing" ] && exit 0

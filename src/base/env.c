@@ -25,6 +25,8 @@ const ith_env_row ith_env_table[ITH_ENV_COUNT] = {
     [ITH_ENV_NO_COLOR] = {"NO_COLOR", "", "any value: no colours on the terminal"},
     [ITH_ENV_CUDA_PLUGIN] = {"ITH_CUDA_PLUGIN", "",
                              "path of the CUDA plug-in, instead of the search beside the program"},
+    [ITH_ENV_MPI_PLUGIN] = {"ITH_MPI_PLUGIN", "",
+                            "path of the MPI plug-in, instead of the search beside the program"},
 };
 
 const char *ith_env(ith_env_id id)

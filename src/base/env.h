@@ -13,6 +13,7 @@ typedef enum {
     ITH_ENV_ALLOW_EXTRA_KEYS,
     ITH_ENV_NO_COLOR,
     ITH_ENV_CUDA_PLUGIN,
+    ITH_ENV_MPI_PLUGIN,
     ITH_ENV_COUNT
 } ith_env_id;
 

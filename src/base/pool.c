@@ -84,7 +84,7 @@ static void *worker(void *param)
 }
 
 /* ITH_THREADS, else the cores this process may use. */
-static ith_status default_threads(int *out, ith_error *err)
+ith_status ith_pool_default_threads(int *out, ith_error *err)
 {
     const char *text = ith_env(ITH_ENV_THREADS);
     cpu_set_t set;
@@ -105,7 +105,7 @@ static ith_status default_threads(int *out, ith_error *err)
 ith_status ith_pool_create(ith_pool **out, int num_threads, ith_error *err)
 {
     if (num_threads <= 0)
-        ITH_TRY(default_threads(&num_threads, err));
+        ITH_TRY(ith_pool_default_threads(&num_threads, err));
     if (num_threads < 1)
         num_threads = 1;
     ith_pool *pool = NULL;

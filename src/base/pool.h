@@ -20,6 +20,8 @@ typedef void (*ith_task)(void *arg, int64_t begin, int64_t end, int thread);
 
 /* num_threads <= 0: ITH_THREADS, or all cores this process may use. */
 ith_status ith_pool_create(ith_pool **out, int num_threads, ith_error *err);
+/* What num_threads 0 means. */
+ith_status ith_pool_default_threads(int *out, ith_error *err);
 void ith_pool_destroy(ith_pool *pool);
 int ith_pool_threads(const ith_pool *pool); /* pool may be NULL: 1 */
 /* Runs task over [0, n) in pieces; returns when all are done. The caller works too. No nesting: a

@@ -8,6 +8,7 @@
 
 #include "base/log.h"
 #include "cli/commands.h"
+#include "cli/launch.h"
 #include "cli/terminal.h"
 #include "cli/tables.h"
 #include "train/trainer.h"
@@ -36,6 +37,7 @@ static void install_signals(void)
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGUSR1, &action, NULL);
+    sigaction(ITH_SIGNAL_STOP, &action, NULL);
 }
 
 static int poll_signals(void *arg)
@@ -80,29 +82,46 @@ static void on_row(void *arg, const ith_report_row *row)
     ith_log(ITH_LOG_INFO, "train", "%s", text);
 }
 
-static ith_status train(const ith_config *config, ith_error *err)
+/* Between two fixed points nobody can ask the others: say what happened here and end the job. */
+static void end_all_ranks(ith_comm *world, ith_status status, const ith_error *err)
 {
-    ith_trainer_hooks hooks = {poll_signals, on_row, on_progress, on_text, NULL};
+    fprintf(stderr, "error: rank %lld: %s\n", (long long)world->rank, err->text);
+    fflush(stderr);
+    ith_comm_abort(world, ith_exit_code(status));
+}
+
+static ith_status train(const ith_config *config, ith_comm *world, ith_error *err)
+{
+    bool speaks = world->rank == 0;
+    if (!speaks)
+        ITH_TRY(ith_log_set_levels("error", err));
+    ith_trainer_hooks hooks = {poll_signals, speaks ? on_row : NULL, speaks ? on_progress : NULL,
+                               speaks ? on_text : NULL, NULL};
     ith_trainer t;
     ith_run_result result;
-    for (int i = 0; i < ith_config_num_notes(config); i++)
+    for (int i = 0; speaks && i < ith_config_num_notes(config); i++)
         ith_log(ITH_LOG_INFO, "config", "%s", ith_config_note(config, i));
-    ITH_TRY(ith_trainer_open(&t, config, false, &hooks, err));
+    ITH_TRY(ith_trainer_open_rank(&t, config, world, false, &hooks, err));
     ith_buf table = {0};
     ith_memory_table(&t, &table);
-    ith_log(ITH_LOG_INFO, "train", "%s", table.data ? table.data : "");
+    if (speaks)
+        ith_log(ITH_LOG_INFO, "train", "%s", table.data ? table.data : "");
     ith_buf_deinit(&table);
-    ith_status status = ith_trainer_store_config(config, err);
+    ith_status status = speaks ? ith_trainer_store_config(config, err) : ITH_OK;
+    status = ith_comm_agree(world, status, err);
     if (status == ITH_OK) {
         install_signals();
         status = ith_trainer_run(&t, &hooks, &result, err);
     }
-    clear_live_line();
+    if (speaks)
+        clear_live_line();
+    if (status != ITH_OK && t.alone)
+        end_all_ranks(world, status, err);
     if (status == ITH_OK && result.stopped)
         status =
             ith_fail(err, ITH_ERR_INTERRUPTED,
                      "stopped by a signal after saving; go on with resume_from_checkpoint=auto");
-    if (status == ITH_OK)
+    if (status == ITH_OK && speaks)
         printf("%lld steps, loss %.4f -> %.4f, %.1f s; model and log in %s\n",
                (long long)result.steps, result.first_loss, result.last_loss, result.seconds,
                config->output_dir);
@@ -110,13 +129,35 @@ static ith_status train(const ith_config *config, ith_error *err)
     return status;
 }
 
-static ith_status run_train(const ith_args *args, ith_error *err)
+static ith_status load_and_train(const ith_args *args, ith_comm *world, ith_error *err)
 {
     ith_config config;
     ITH_TRY(ith_config_load(&config, args->positional[0], args->positional + 1,
                             args->num_positional - 1, err));
-    ith_status status = train(&config, err);
+    ith_status status = ITH_OK;
+    world->timeout_s = (double)config.dist_timeout;
+    if (ith_config_ranks(&config) > 1 && !ith_comm_is_launched()) {
+        status = ith_config_check_supported(&config, err);
+        if (status == ITH_OK)
+            status = ith_launch_ranks(ith_config_ranks(&config), "train", args->positional,
+                                      args->num_positional, err);
+    } else {
+        status = train(&config, world, err);
+    }
     ith_config_deinit(&config);
+    return status;
+}
+
+static ith_status run_train(const ith_args *args, ith_error *err)
+{
+    ith_comm *world = NULL;
+    ITH_TRY(ith_comm_open_world(&world, 0, err));
+    ith_status status = load_and_train(args, world, err);
+    /* The failure is agreed: rank 0 tells it and gives the exit code. An exit code of another rank
+     * would make the launcher end rank 0 before it has spoken. */
+    if (world->rank > 0)
+        status = ITH_OK;
+    ith_comm_close(world);
     return status;
 }
 
@@ -128,6 +169,8 @@ const ith_command ith_cmd_train = {
                "nested ones with a dot.\n"
                "Writes to output_dir: the model as a Hugging Face directory, trainer_log.jsonl, "
                "loss_curve.svg, checkpoints.\n"
+               "Several processes train together under mpirun or srun, or with ranks=N "
+               "(docs/parallel.md).\n"
                "SIGINT and SIGTERM save a checkpoint and stop; SIGUSR1 saves and goes on.\n",
     .min_positional = 1,
     .max_positional = -1,

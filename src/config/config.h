@@ -235,6 +235,8 @@ typedef struct {
     int64_t threads;      /* 0: all cores */
     int64_t memory_limit; /* bytes; ITH_CONFIG_UNSET: what the machine has */
     ith_dist_config dist;
+    int64_t zero_stage;       /* ITH_CONFIG_UNSET: as dist_config says */
+    int64_t ranks;            /* ITH_CONFIG_UNSET: dp_size * cp_size */
     int64_t dp_size, cp_size; /* dp_size: ITH_CONFIG_UNSET = world / cp */
     ith_cp_mode cp_mode;
     int64_t mp_replicate_size, mp_shard_size; /* mp_shard_size: ITH_CONFIG_UNSET = the rest */
@@ -286,6 +288,10 @@ void ith_config_deinit(ith_config *config);
 /* One line naming key, place and what is missing when the config asks for something that is not
  * built yet; ITH_ERR_UNSUPPORTED. */
 ith_status ith_config_check_supported(const ith_config *config, ith_error *err);
+/* What the ranks cut among them, 0 to 3: zero_stage, else what dist_config means. */
+int ith_config_zero_stage(const ith_config *config);
+/* Processes that the config asks for: ranks, else dp_size * cp_size. */
+int64_t ith_config_ranks(const ith_config *config);
 /* Checks and fills what depends on the number of processes: dp_size * cp_size = world_size,
  * global_batch_size divisible by dp_size * micro_batch_size. */
 ith_status ith_config_resolve_layout(const ith_config *config, int64_t world_size,

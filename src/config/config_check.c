@@ -169,14 +169,6 @@ static bool is_deepspeed(const ith_config *c)
 {
     return c->dist.name == ITH_DIST_DEEPSPEED;
 }
-static bool is_context_parallel(const ith_config *c)
-{
-    return c->cp_size > 1;
-}
-static bool is_data_parallel(const ith_config *c)
-{
-    return c->dp_size > 1;
-}
 static bool is_replicated(const ith_config *c)
 {
     return c->mp_replicate_size > 1;
@@ -197,8 +189,6 @@ static const struct {
 } missing_features[] = {
     {"optim_config", is_muon, "muon is not built yet (use adamw)"},
     {"dist_config", is_deepspeed, "DeepSpeed files are not read yet (leave dist_config out)"},
-    {"cp_size", is_context_parallel, "context parallelism is not built yet (use 1)"},
-    {"dp_size", is_data_parallel, "data parallelism is not built yet (use 1)"},
     {"mp_replicate_size", is_replicated, "more than one process is not built yet (use 1)"},
     {"mp_shard_size", is_sharded, "more than one process is not built yet (use 1)"},
     {"sample_backend", is_vllm, "vllm is not here (use hf: the program generates by itself)"},
@@ -234,6 +224,22 @@ ith_status ith_config_check_supported(const ith_config *config, ith_error *err)
 }
 
 /* ---- layout ---- */
+
+int ith_config_zero_stage(const ith_config *config)
+{
+    if (config->zero_stage != ITH_CONFIG_UNSET)
+        return ith_narrow(config->zero_stage);
+    bool fsdp = config->dist.name == ITH_DIST_FSDP2 || config->dist.name == ITH_DIST_FSDPTURBO;
+    return !fsdp ? 0 : config->dist.reshard_after_forward ? 3 : 2;
+}
+
+int64_t ith_config_ranks(const ith_config *config)
+{
+    int64_t dp = config->dp_size == ITH_CONFIG_UNSET ? 1 : config->dp_size, ranks = 0;
+    if (config->ranks != ITH_CONFIG_UNSET)
+        return config->ranks;
+    return ith_mul_ok(dp, config->cp_size, &ranks) ? ranks : INT64_MAX;
+}
 
 ith_status ith_config_resolve_layout(const ith_config *config, int64_t world_size,
                                      ith_config_layout *out, ith_error *err)

@@ -254,6 +254,13 @@ const config_row ith_config_rows[] = {
  .help = "Compute threads on the CPU; 0 is ITH_THREADS, or all cores."},
 {"memory_limit", MACHINE, KEY_SIZE, AT(memory_limit), "null", AT_LEAST(1), .nullable = true,
  .help = "Most memory the run may plan for, such as 24GiB; null: what the machine has."},
+{"zero_stage", MACHINE, KEY_INT, AT(zero_stage), "null", FROM_TO(0, 3), .nullable = true,
+ .help = "What the processes divide instead of copying: 1 the optimizer's state, 2 gradients too, 3 "
+         "weights too. null: 3 with dist_config fsdp2 or fsdpturbo (2 when reshard_after_forward is "
+         "false), else 0."},
+{"ranks", MACHINE, KEY_INT, AT(ranks), "null", FROM_TO(1, 65536), .nullable = true,
+ .help = "Processes that train together. Started by mpirun or srun they are there already; else "
+         "train starts this many on this machine through mpirun. null: dp_size * cp_size."},
 {"dp_size", MACHINE, KEY_INT, AT(dp_size), "null", AT_LEAST(1), .nullable = true,
  .help = "Data-parallel size; dp_size * cp_size is the number of processes. null: the rest."},
 {"cp_size", MACHINE, KEY_INT, AT(cp_size), "1", AT_LEAST(1),
@@ -265,8 +272,7 @@ const config_row ith_config_rows[] = {
 {"mp_shard_size", MACHINE, KEY_INT, AT(mp_shard_size), "null", AT_LEAST(1), .nullable = true,
  .help = "Processes that share one copy; null: the rest."},
 {"dist_timeout", MACHINE, KEY_INT, AT(dist_timeout), "18000", AT_LEAST(1),
- NOT_NEEDED = "one process waits for no other",
- .help = "Seconds before a lost process ends the run."},
+ .help = "Seconds after which a process that does not answer ends the run."},
 {"dist_config", MACHINE, KEY_PLUGIN, AT(dist.name), "null", .nullable = true,
  .words = "- fsdp2 fsdpturbo deepspeed",
  NOT_NEEDED = "one process has nothing to shard",

@@ -117,11 +117,11 @@ void ith_model_destroy(ith_model *model)
     ith_free(model);
 }
 
-static ith_tensor param_view(const ith_param *p, ith_tensor flat)
+ith_tensor ith_param_view(const ith_param *p, ith_tensor flat, int64_t base)
 {
     if (!flat.ndim)
         return flat;
-    void *data = (char *)flat.data + p->first * ith_dtype_bytes(flat.dtype);
+    void *data = (char *)flat.data + (p->first - base) * ith_dtype_bytes(flat.dtype);
     if (p->ndim == 1)
         return ith_tensor_1d(data, flat.dtype, p->shape[0]);
     if (p->ndim == 2)
@@ -150,24 +150,27 @@ out:
 ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training)
 {
     int64_t half = ith_rope_dim(&model->config->rope, model->config->head_dim) / 2;
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "weights", model->dtype, 1, model->num_elements, 1,
-                         1, 1, &model->w));
+    int64_t shard = model->shard ? ith_shard_elements(model->shard) : model->num_elements;
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "weights", model->dtype, 1,
+                         model->zero_stage >= 3 ? shard : model->num_elements, 1, 1, 1, &model->w));
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "rope table", model->dtype, 2, model->max_positions,
                          half, 1, 1, &model->rope_cos));
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "rope table", model->dtype, 2, model->max_positions,
                          half, 1, 1, &model->rope_sin));
     model->grad = ith_tensor_none();
     if (training)
-        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_GRADS, "gradients", ITH_F32, 1, model->num_elements, 1, 1,
-                             1, &model->grad));
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_GRADS, "gradients", ITH_F32, 1,
+                             model->zero_stage >= 2 ? shard : model->num_elements, 1, 1, 1,
+                             &model->grad));
     model->buffers = ith_tensor_none();
     if (model->num_buffers)
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "buffers", ITH_F32, 1,
                              model->num_buffer_elements, 1, 1, 1, &model->buffers));
     for (int64_t i = 0; i < model->num_params; i++) {
-        model->params[i].w = param_view(&model->params[i], model->w);
-        model->params[i].grad = param_view(&model->params[i], model->grad);
+        model->params[i].w = ith_param_view(&model->params[i], model->w, 0);
+        model->params[i].grad = ith_param_view(&model->params[i], model->grad, 0);
     }
+    ITH_TRY(ith_model_place_sharded(model, ctx, training));
     if (ith_ctx_counting(ctx))
         return ITH_OK;
     ITH_TRY(ith_zero(ctx, model->w));
@@ -345,11 +348,15 @@ static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece 
         for (int t = 0; t < 2; t++) {
             if (!targets[t].ndim)
                 continue;
-            int64_t target_size = ith_dtype_bytes(targets[t].dtype);
+            int64_t target_size = ith_dtype_bytes(targets[t].dtype), from = 0, to = at + done,
+                    count = n;
+            if (targets[t].shape[0] != model->num_elements) /* a shard: the part that is here */
+                count = ith_shard_overlap(model->shard, at + done, n, &from, &to);
+            if (count == 0)
+                continue;
             ith_convert(wide, targets[t].dtype, raw, dtype, n);
-            ITH_TRY(ctx->device->upload(ctx->device,
-                                        (char *)targets[t].data + (at + done) * target_size, wide,
-                                        n * target_size, ctx->err));
+            ITH_TRY(ctx->device->upload(ctx->device, (char *)targets[t].data + to * target_size,
+                                        wide + from * target_size, count * target_size, ctx->err));
             ITH_TRY(ctx->device->sync(ctx->device, ctx->err)); /* `wide` is reused */
         }
         done += n;
@@ -417,6 +424,8 @@ ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor f
     ITH_ASSERT(first >= 0 && n >= 0 && first + n <= p->count);
     int64_t size = ith_dtype_bytes(flat.dtype),
             at = model->params[p->param].first + p->first + first;
+    if (flat.shape[0] != model->num_elements)
+        return ith_model_ask(model, ctx, flat, at, n, out);
     ITH_TRY(ctx->device->download(ctx->device, out, (const char *)flat.data + at * size, n * size,
                                   ctx->err));
     return ctx->device->sync(ctx->device, ctx->err);

@@ -15,6 +15,8 @@
 #include "checkpoint/hf_config.h"
 #include "checkpoint/safetensors.h"
 #include "kernels/ops.h"
+#include "parallel/shard.h"
+#include "parallel/ulysses.h"
 
 /* A parameter. Matrices that one product serves are one parameter: qkv = rows of q, k, v; gate_up =
  * rows of gate, up. */
@@ -54,11 +56,12 @@ typedef enum {
 } ith_keep;
 
 /* Saved tensors of one layer; absent ones are made again in backward. S = T * num_experts_per_tok.
- */
+ * Inside attention a rank of a context-parallel group has all N tokens of the group and its share
+ * of the heads (parallel/ulysses.h); alone, N = T and Ha = Hq. */
 typedef struct {
     ith_tensor x;       /* [T,D] residual stream at the layer's entry */
     ith_tensor qkv;     /* [T,(Hq+2Hkv)*Dh] before norm and RoPE */
-    ith_tensor o, lse;  /* [T,Hq,Dh], [T,Hq] f32 */
+    ith_tensor o, lse;  /* [N,Ha,Dh], [N,Ha] f32 */
     ith_tensor x2;      /* [T,D] residual stream after attention */
     ith_tensor gate_up; /* [T,2I], experts: [S,2Im] */
     ith_tensor probs, topk_w, topk_idx, offsets, source, row_of,
@@ -68,9 +71,11 @@ typedef struct {
     void *host_x; /* ITH_KEEP_HOST: x in host memory; the view x is the shared staging buffer */
 } ith_layer_acts;
 
-/* A micro-batch on the device: packed rows without padding. */
+/* A micro-batch on the device: packed rows without padding. Under context parallelism rows, ids and
+ * positions are this rank's slice [T] of the N tokens of its group, and seqs describes all N. */
 typedef struct {
     int64_t num_tokens;
+    int64_t group_tokens;         /* N */
     ith_tensor ids, position_ids; /* [T] I32; positions count from 0 in each document */
     ith_seqs seqs;
     bool bidirectional;      /* every row sees its whole document; else causal, by seqs' blocks */
@@ -111,8 +116,9 @@ typedef struct {
 struct ith_model {
     const ith_hf_config *config; /* borrowed */
     const ith_model_family *family;
-    ith_dtype dtype; /* of w and activations: F32 or BF16 */
-    ith_arena arena; /* names */
+    const ith_mesh *mesh; /* borrowed; NULL: one rank */
+    ith_dtype dtype;      /* of w and activations: F32 or BF16 */
+    ith_arena arena;      /* names */
     ith_param *params;
     ith_hf_piece *pieces;
     ith_hf_buffer *buffer_list;
@@ -123,8 +129,15 @@ struct ith_model {
     int32_t embed, final_norm, head; /* parameter indices; head == embed when tied */
     int32_t *layer_param;            /* [L * ITH_LAYER_PARAMS], -1 absent */
 
-    /* placed */
-    ith_tensor w, grad; /* [num_elements] act, f32 */
+    /* placed. What zero_stage cuts is this rank's shard of the flat layout: grad from 2 on, w in 3;
+     * then the first and last block (embeddings, norm, head) are whole in `ends_*`, and one layer
+     * at a time is in `window_*`. */
+    ith_tensor w, grad; /* [num_elements] or [shard elements] act, f32 */
+    ith_tensor ends_w, ends_grad, window_w, window_grad;
+    ith_shard *shard;      /* borrowed; NULL: nothing is cut */
+    int zero_stage;        /* 0 without shard */
+    ith_tensor sharded[4]; /* what ith_model_serve may be asked for */
+    int num_sharded;
     ith_tensor buffers; /* [num_buffer_elements] f32; absent when there is none */
     int64_t max_positions;
     ith_tensor rope_cos, rope_sin; /* [max_positions, rd/2] act */
@@ -187,6 +200,31 @@ ith_status ith_model_find_source(const ith_hf_piece *piece, const ith_st_reader 
 ith_status ith_model_load_pieces(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader,
                                  ith_tensor flat, ith_tensor second);
 ith_status ith_model_load_buffers(ith_model *model, ith_ctx *ctx, const ith_st_reader *reader);
+
+/* ---- many ranks: model_shard.c ---- */
+
+/* The verbs of a walk. Stage 3: the weights of layer l are gathered into the window. */
+ith_status ith_model_gather_layer(ith_model *model, ith_ctx *ctx, int64_t layer);
+/* Stages 2 and 3: gradients of layer l go to the window, which begins with zeros; close sums them
+ * over the ranks into the shard. */
+ith_status ith_model_open_grads(ith_model *model, ith_ctx *ctx, int64_t layer);
+ith_status ith_model_close_grads(ith_model *model, ith_ctx *ctx, int64_t layer);
+/* Once a step: what is not summed over all ranks yet. Stage 0: all of grad. Stage 1: the own slices
+ * of grad are sums then. */
+ith_status ith_model_reduce_grads(ith_model *model, ith_ctx *ctx);
+/* After the shards of the weights changed: the whole copies follow. */
+ith_status ith_model_refresh_weights(ith_model *model, ith_ctx *ctx);
+/* Block borders of the flat layout: embeddings, layers, the rest; out: [layers + 3]. */
+void ith_model_blocks(const ith_model *model, int64_t *out);
+/* For ith_model_place: buffers and views of stages 2 and 3. */
+ith_status ith_model_place_sharded(ith_model *model, ith_ctx *ctx, bool training);
+/* While rank 0 downloads from shards, the others serve; it ends with ith_model_serve_end of rank 0,
+ * which is called whatever failed. Nothing to do where nothing is cut. */
+ith_status ith_model_serve(ith_model *model, ith_ctx *ctx);
+ith_status ith_model_serve_end(const ith_model *model, ith_ctx *ctx);
+ith_status ith_model_ask(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t first,
+                         int64_t n, void *out);
+
 /* Contents of piece i of a flat buffer, elements [first, first + n) of the piece, in the buffer's
  * type, to host memory. */
 ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t piece,
@@ -211,6 +249,9 @@ ith_status ith_model_add_buffer(ith_model *model, const char *hf_name, int64_t c
                                 int32_t *out, ith_error *err);
 const char *ith_model_text(ith_model *model, const char *fmt, ...)
     ITH_PRINTF(2, 3); /* NULL: out of memory */
+
+/* The parameter's view of a buffer whose element 0 is element `base` of the flat layout. */
+ith_tensor ith_param_view(const ith_param *param, ith_tensor buffer, int64_t base);
 
 static inline const ith_param *ith_layer_param(const ith_model *model, int64_t layer, int which)
 {

@@ -133,22 +133,20 @@ static ith_status qwen3_declare(ith_model *m, ith_error *err)
  * ------------------------------------------------------------------------ */
 
 /* Views of one [T, (Hq+2Hkv)*Dh] buffer. */
-typedef struct {
-    T q, k, v;
-} qkv_views;
-
-static qkv_views split_qkv(const ith_hf_config *c, T qkv)
+static ith_qkv split_qkv(const ith_hf_config *c, T qkv)
 {
     int64_t q = c->num_attention_heads * c->head_dim, kv = c->num_key_value_heads * c->head_dim;
-    qkv_views s = {ith_split_heads(ith_col_range(qkv, 0, q), c->num_attention_heads),
-                   ith_split_heads(ith_col_range(qkv, q, q + kv), c->num_key_value_heads),
-                   ith_split_heads(ith_col_range(qkv, q + kv, q + 2 * kv), c->num_key_value_heads)};
+    ith_qkv s = {ith_split_heads(ith_col_range(qkv, 0, q), c->num_attention_heads),
+                 ith_split_heads(ith_col_range(qkv, q, q + kv), c->num_key_value_heads),
+                 ith_split_heads(ith_col_range(qkv, q + kv, q + 2 * kv), c->num_key_value_heads)};
     return s;
 }
 
 /* What attention reads, in the layer's workspace. */
 typedef struct {
     T n1, rstd1, q, k, q_rstd, k_rstd;
+    ith_qkv heads; /* q', k', v of this rank's heads, all tokens of its group */
+    T o;           /* attention output of this rank's tokens, all heads; absent: not made yet */
 } attention_in;
 
 static ith_status push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
@@ -208,11 +206,43 @@ static ith_status make_qk(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_
                        c->head_dim, &in->k));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hq, &in->q_rstd));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hkv, &in->k_rstd));
-    qkv_views s = split_qkv(c, m->acts[l].qkv);
-    return ith_qk_norm_rope_forward(ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
-                                    ith_layer_param(m, l, ITH_P_Q_NORM)->w,
-                                    ith_layer_param(m, l, ITH_P_K_NORM)->w, m->rope_cos,
-                                    m->rope_sin, b->position_ids, (float)c->rms_norm_eps, 0.0f);
+    ith_qkv s = split_qkv(c, m->acts[l].qkv);
+    ITH_TRY(ith_qk_norm_rope_forward(ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
+                                     ith_layer_param(m, l, ITH_P_Q_NORM)->w,
+                                     ith_layer_param(m, l, ITH_P_K_NORM)->w, m->rope_cos,
+                                     m->rope_sin, b->position_ids, (float)c->rms_norm_eps, 0.0f));
+    return ith_ulysses_to_heads(m->mesh, ctx, b->group_tokens, (ith_qkv){in->q, in->k, s.v},
+                                &in->heads);
+}
+
+/* o and lse of all tokens of the group, this rank's heads. */
+static ith_status push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
+                                     const ith_batch *b, ith_layer_acts *a)
+{
+    const ith_hf_config *c = m->config;
+    int64_t heads =
+        ith_ulysses_own_share(m->mesh, c->num_attention_heads, c->num_key_value_heads).q_count;
+    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, b->group_tokens, heads,
+                       c->head_dim, &a->o));
+    return push(ctx, where, "attention lse", ITH_F32, b->group_tokens, heads, &a->lse);
+}
+
+/* Attention from in->heads, and its output back at this rank's tokens. */
+static ith_status attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                         attention_in *in)
+{
+    ith_layer_acts *a = &m->acts[l];
+    if (!a->o.ndim)
+        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, b, a));
+    return ith_attention_forward(ctx, a->o, a->lse, in->heads.q, in->heads.k, in->heads.v, b->seqs,
+                                 scale_of(m->config), true);
+}
+
+static ith_status output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T *o)
+{
+    const ith_hf_config *c = m->config;
+    return ith_ulysses_to_tokens(m->mesh, ctx, b->group_tokens, c->num_attention_heads,
+                                 c->num_key_value_heads, m->acts[l].o, o);
 }
 
 /* ---- experts
@@ -244,7 +274,8 @@ static int64_t num_moe_layers(const ith_hf_config *c)
 }
 
 /* Everything of an expert layer from n2: routing, gate_up, expert_out. */
-static ith_status experts_forward(ith_model *m, ith_ctx *ctx, int64_t l, T n2, bool count_load)
+static ith_status experts_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T n2,
+                                  bool count_load)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
@@ -256,8 +287,9 @@ static ith_status experts_forward(ith_model *m, ith_ctx *ctx, int64_t l, T n2, b
     ITH_TRY(ith_router_forward(ctx, a->topk_w, a->topk_idx, a->probs, logits, c->norm_topk_prob));
     ITH_TRY(ith_expert_sort(ctx, a->offsets, a->source, a->row_of, a->topk_idx));
     if (count_load)
-        ITH_TRY(ith_expert_load(ctx, m->expert_fraction, m->expert_mean_prob, a->offsets, a->probs,
-                                1.0f / (float)(num_moe_layers(c) * t)));
+        ITH_TRY(
+            ith_expert_load(ctx, m->expert_fraction, m->expert_mean_prob, a->offsets, a->probs,
+                            1.0f / (float)(num_moe_layers(c) * ith_max_i64(b->group_tokens, 1))));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "experts input", m->dtype, s, c->hidden_size, &xs));
     ITH_TRY(ith_gather_rows(ctx, xs, n2, a->source));
     ITH_TRY(ith_grouped_linear_forward(ctx, a->gate_up, xs, ith_layer_param(m, l, ITH_P_GATE_UP)->w,
@@ -271,8 +303,8 @@ static ith_status experts_forward(ith_model *m, ith_ctx *ctx, int64_t l, T n2, b
 }
 
 /* dn2 = gradient of the expert layer's input; dy = gradient of its output. */
-static ith_status experts_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dn2, T dy, T n2,
-                                   float share)
+static ith_status experts_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dn2,
+                                   T dy, T n2)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
@@ -298,7 +330,8 @@ static ith_status experts_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dn2,
                                               a->offsets)); /* xs is its gradient now */
     ITH_TRY(ith_expert_combine(ctx, dn2, none, xs, none, a->row_of));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
-    float aux_scale = m->aux_coef * share * (float)c->num_experts / (float)(num_moe_layers(c) * t);
+    float aux_scale = m->aux_coef * b->share * (float)c->num_experts /
+                      (float)(num_moe_layers(c) * ith_max_i64(b->group_tokens, 1));
     ITH_TRY(ith_router_backward(ctx, dlogits, dtopk, a->topk_w, a->topk_idx, a->probs,
                                 m->expert_fraction, aux_scale, c->norm_topk_prob));
     ITH_TRY(ith_linear_backward_weight(ctx, router->grad, dlogits, n2));
@@ -342,7 +375,7 @@ static ith_status mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, in
         if (moe) {
             if (!a->gate_up.ndim)
                 ITH_TRY(push_experts(m, ctx, ITH_MEM_WORKSPACE, a, t));
-            ITH_TRY(experts_forward(m, ctx, l, n2, m->expert_fraction.ndim != 0));
+            ITH_TRY(experts_forward(m, ctx, b, l, n2, m->expert_fraction.ndim != 0));
             ITH_TRY(ith_expert_combine(ctx, delta, ith_tensor_none(), a->expert_out, a->topk_w,
                                        a->row_of));
         } else {
@@ -382,12 +415,8 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     } else if (training) {
         ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
     }
-    if (keep <= ITH_KEEP_ATTENTION) {
-        ITH_TRY(push_heads(ctx, ITH_MEM_ACTIVATIONS, "attention output", m->dtype, t,
-                           c->num_attention_heads, c->head_dim, &a->o));
-        ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "attention lse", ITH_F32, t, c->num_attention_heads,
-                     &a->lse));
-    }
+    if (keep <= ITH_KEEP_ATTENTION)
+        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, b, a));
     if (keep == ITH_KEEP_ALL) {
         ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
         ITH_TRY(
@@ -439,24 +468,19 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    attention_in in;
+    attention_in in = {0};
     T o_out;
+    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, training));
     ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_linear_forward(ctx, a->qkv, in.n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
     ITH_TRY(make_qk(m, ctx, b, l, &in));
-    if (!a->o.ndim) {
-        ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output", m->dtype, t,
-                           c->num_attention_heads, c->head_dim, &a->o));
-        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "attention lse", ITH_F32, t, c->num_attention_heads,
-                     &a->lse));
-    }
-    ITH_TRY(ith_attention_forward(ctx, a->o, a->lse, in.q, in.k, split_qkv(c, a->qkv).v, b->seqs,
-                                  scale_of(c), true));
+    ITH_TRY(attend(m, ctx, b, l, &in));
+    ITH_TRY(output_to_tokens(m, ctx, b, l, &in.o));
     ITH_TRY(
         push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
     ITH_TRY(
-        ith_linear_forward(ctx, o_out, heads_2d(a->o), ith_layer_param(m, l, ITH_P_O)->w, false));
+        ith_linear_forward(ctx, o_out, heads_2d(in.o), ith_layer_param(m, l, ITH_P_O)->w, false));
     ITH_TRY(mlp_forward(m, ctx, b, l, o_out));
     if (a->host_x)
         ITH_TRY(move_to_host(ctx, a));
@@ -504,6 +528,10 @@ static ith_status qwen3_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     ITH_TRY(open_balance(m, ctx, training));
     for (int64_t l = 0; l < c->num_hidden_layers; l++)
         ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
+    if (m->expert_fraction.ndim) { /* the balance is that of all tokens of the group */
+        ITH_TRY(ith_mesh_sum_cp(m->mesh, ctx, m->expert_fraction));
+        ITH_TRY(ith_mesh_sum_cp(m->mesh, ctx, m->expert_mean_prob));
+    }
     return ith_add(ctx, hidden, m->residual, m->delta);
 }
 
@@ -527,13 +555,9 @@ static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *
         ITH_TRY(
             ith_linear_forward(ctx, a->qkv, in->n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
         ITH_TRY(make_qk(m, ctx, b, l, in));
-        ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output", m->dtype, t,
-                           c->num_attention_heads, c->head_dim, &a->o));
-        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "attention lse", ITH_F32, t, c->num_attention_heads,
-                     &a->lse));
-        ITH_TRY(ith_attention_forward(ctx, a->o, a->lse, in->q, in->k, split_qkv(c, a->qkv).v,
-                                      b->seqs, scale_of(c), true));
+        ITH_TRY(attend(m, ctx, b, l, in));
     }
+    ITH_TRY(output_to_tokens(m, ctx, b, l, &in->o));
     T o_out, rstd2;
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
@@ -542,7 +566,7 @@ static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *
     ITH_TRY(
         ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, t, 1, 1, 1, &rstd2));
     ITH_TRY(
-        ith_linear_forward(ctx, o_out, heads_2d(a->o), ith_layer_param(m, l, ITH_P_O)->w, false));
+        ith_linear_forward(ctx, o_out, heads_2d(in->o), ith_layer_param(m, l, ITH_P_O)->w, false));
     ITH_TRY(ith_rmsnorm_forward(ctx, ith_tensor_none(), a->x2, rstd2, o_out, a->x,
                                 ith_layer_param(m, l, ITH_P_POST_NORM)->w, (float)c->rms_norm_eps,
                                 0.0f));
@@ -575,9 +599,9 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
         if (moe) {
             if (!a->gate_up.ndim) {
                 ITH_TRY(push_experts(m, ctx, ITH_MEM_WORKSPACE, a, t));
-                ITH_TRY(experts_forward(m, ctx, l, n2, false));
+                ITH_TRY(experts_forward(m, ctx, b, l, n2, false));
             }
-            ITH_TRY(experts_backward(m, ctx, l, dn2, dy, n2, b->share));
+            ITH_TRY(experts_backward(m, ctx, b, l, dn2, dy, n2));
         } else {
             T gate_up = saved_gate_up;
             if (gate_up.ndim) {
@@ -622,15 +646,23 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
             ITH_TRY(ith_linear_forward(ctx, a->qkv, in->n1, wqkv->w, false));
         ITH_TRY(make_qk(m, ctx, b, l, in));
     }
-    T do_, dqkv;
+    if (!in->o.ndim)
+        ITH_TRY(output_to_tokens(m, ctx, b, l, &in->o));
+    T do_, do_heads, dqkv;
+    ith_qkv dheads;
     ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype, t,
                        c->num_attention_heads, c->head_dim, &do_));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv gradient", m->dtype, t, qkv_width(c), &dqkv));
     ITH_TRY(ith_linear_backward_input(ctx, heads_2d(do_), dx, wo->w, false));
-    ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, heads_2d(a->o)));
-    qkv_views s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
-    ITH_TRY(ith_attention_backward(ctx, ds.q, ds.k, ds.v, do_, in->q, in->k, s.v, a->o, a->lse,
-                                   b->seqs, scale_of(c), true));
+    ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, heads_2d(in->o)));
+    ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->num_key_value_heads,
+                                           do_, &do_heads));
+    ith_qkv s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
+    ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, ds, &dheads));
+    ITH_TRY(ith_attention_backward(ctx, dheads.q, dheads.k, dheads.v, do_heads, in->heads.q,
+                                   in->heads.k, in->heads.v, a->o, a->lse, b->seqs, scale_of(c),
+                                   true));
+    ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, ds, dheads));
     ITH_TRY(ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, ds.q, ds.k, s.q, s.k,
                                       in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos,
                                       m->rope_sin, b->position_ids, 0.0f));
@@ -643,13 +675,16 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
 static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
 {
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    attention_in in;
+    attention_in in = {0};
     bool have_in = false;
     if (m->acts[l].host_x)
         ITH_TRY(move_from_host(ctx, &m->acts[l]));
+    ITH_TRY(ith_model_gather_layer(m, ctx, l));
+    ITH_TRY(ith_model_open_grads(m, ctx, l));
     ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));
     ITH_TRY(mlp_backward(m, ctx, b, l, dx));
     ITH_TRY(attention_backward(m, ctx, b, l, &in, have_in, dx));
+    ITH_TRY(ith_model_close_grads(m, ctx, l));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
     ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->acts[l].mark);
@@ -674,6 +709,7 @@ static T cache_layer(T cache, int64_t l)
     return ith_tensor_3d(t.data, t.dtype, t.shape[1], t.shape[2], t.shape[3]);
 }
 
+/* Generation runs on one rank. */
 static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                ith_kv_cache *cache, T rows, bool prefill)
 {
@@ -681,7 +717,7 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE),
             kv = c->num_key_value_heads * c->head_dim;
-    attention_in in;
+    attention_in in = {0};
     T o_out, k = cache_layer(cache->k, l), v = cache_layer(cache->v, l);
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));

@@ -23,17 +23,34 @@ static ith_status push_1d(ith_ctx *ctx, ith_mem_class c, const char *name, ith_d
 static ith_status place_optimizer(ith_step *s)
 {
     ith_ctx *ctx = s->ctx;
-    int64_t n = s->model->num_elements;
+    ith_model *model = s->model;
+    int64_t n = model->shard ? ith_shard_elements(model->shard) : model->num_elements;
     ith_dtype moments = s->config.bf16_moments ? ITH_BF16 : ITH_F32;
     s->master = ith_tensor_none();
     if (s->model->dtype != ITH_F32 && s->config.fp32_master)
         ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "master weights", ITH_F32, n, &s->master));
     ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "AdamW m", moments, n, &s->m));
     ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "AdamW v", moments, n, &s->v));
+    const T all[] = {s->master, s->m, s->v, model->w};
+    model->num_sharded = 0;
+    for (int i = 0; model->shard && i < 4; i++)
+        if (all[i].ndim && all[i].shape[0] == n)
+            model->sharded[model->num_sharded++] = all[i];
     if (ith_ctx_counting(ctx))
         return ITH_OK;
     ITH_TRY(ith_zero(ctx, s->m));
     return ith_zero(ctx, s->v);
+}
+
+/* Most tokens and labels of this rank's slice. */
+static int64_t slice_tokens(const ith_step_config *c)
+{
+    return ith_div_ceil(c->max_tokens, ith_cp_size(c->mesh));
+}
+
+static int64_t slice_labels(const ith_step_config *c)
+{
+    return ith_cp_size(c->mesh) == 1 ? c->max_labels : ith_min_i64(c->max_labels, slice_tokens(c));
 }
 
 /* Pushes all that stays for the whole run. */
@@ -41,33 +58,31 @@ static ith_status place_all(ith_step *s)
 {
     ith_ctx *ctx = s->ctx;
     const ith_step_config *c = &s->config;
+    int64_t tokens = slice_tokens(c), labels = slice_labels(c);
     ITH_TRY(ith_model_place(s->model, ctx, c->training));
     if (c->training)
         ITH_TRY(place_optimizer(s));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_tokens, &s->ids));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_tokens, &s->position_ids));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, tokens, &s->ids));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, tokens, &s->position_ids));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_docs + 1, &s->cu_seqlens));
     s->noisy = ith_tensor_none();
     if (c->noisy)
         ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_docs, &s->noisy));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_labels, &s->rows));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_labels, &s->labels));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, c->max_labels, &s->seeds));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, c->max_labels, &s->row_loss));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, labels, &s->rows));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, labels, &s->labels));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, labels, &s->seeds));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, labels, &s->row_loss));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->loss_sum));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->balance_sum));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->sumsq));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F32, 1, &s->norm));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F32, 1, &s->scale));
     void *host = NULL;
-    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", c->max_labels * 4, &host,
-                          ctx->err));
+    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", labels * 4, &host, ctx->err));
     s->host_rows = host;
-    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", c->max_labels * 4, &host,
-                          ctx->err));
+    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", labels * 4, &host, ctx->err));
     s->host_labels = host;
-    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", c->max_labels * 4, &host,
-                          ctx->err));
+    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", labels * 4, &host, ctx->err));
     s->host_seeds = host;
     ITH_TRY(ith_zero(ctx, s->balance_sum));
     return ith_zero(ctx, s->loss_sum);
@@ -96,21 +111,44 @@ static ith_status walk_micro(ith_step *s, bool training)
     return ITH_OK;
 }
 
+/* The update of what this rank has of the optimizer, block by block. */
+static ith_status update_shard(ith_step *s, ith_adamw_hyper hyper)
+{
+    ith_ctx *ctx = s->ctx;
+    ith_model *m = s->model;
+    for (int64_t b = 0; b < s->shard.num_blocks; b++)
+        ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, ith_shard_slice(&s->shard, b, m->grad)));
+    ITH_TRY(ith_mesh_sum_world(s->config.mesh, ctx, s->sumsq));
+    ITH_TRY(ith_clip_scale(ctx, s->norm, s->scale, s->sumsq, s->config.max_grad_norm));
+    for (int64_t b = 0; b < s->shard.num_blocks; b++)
+        ITH_TRY(ith_adamw(ctx, ith_shard_slice(&s->shard, b, m->w),
+                          ith_shard_slice(&s->shard, b, s->master),
+                          ith_shard_slice(&s->shard, b, s->m), ith_shard_slice(&s->shard, b, s->v),
+                          ith_shard_slice(&s->shard, b, m->grad), s->scale, hyper, s->config.seed,
+                          ith_shard_slice_first(&s->shard, b), true));
+    if (m->zero_stage == 1) /* the slices of the others */
+        ITH_TRY(ith_zero(ctx, m->grad));
+    return ith_model_refresh_weights(m, ctx);
+}
+
 static ith_status update(ith_step *s, ith_adamw_hyper hyper)
 {
     ith_ctx *ctx = s->ctx;
     ITH_TRY(ith_zero(ctx, s->sumsq));
+    if (s->model->shard)
+        return update_shard(s, hyper);
     ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, s->model->grad));
     ITH_TRY(ith_clip_scale(ctx, s->norm, s->scale, s->sumsq, s->config.max_grad_norm));
     return ith_adamw(ctx, s->model->w, s->master, s->m, s->v, s->model->grad, s->scale, hyper,
                      s->config.seed, 0, true);
 }
 
-/* The largest batch the limits allow, without contents. */
-static void bind_batch(ith_step *s, int64_t tokens, int64_t docs, int64_t rows, int64_t max_len,
-                       const int32_t *cu)
+/* The batch without contents; group_tokens of the cp group, tokens of this rank. */
+static void bind_batch(ith_step *s, int64_t group_tokens, int64_t tokens, int64_t docs,
+                       int64_t rows, int64_t max_len, const int32_t *cu)
 {
     s->batch = (ith_batch){.num_tokens = tokens,
+                           .group_tokens = group_tokens,
                            .ids = ith_row_range(s->ids, 0, tokens),
                            .position_ids = ith_row_range(s->position_ids, 0, tokens),
                            .seqs = {.cu_seqlens = ith_row_range(s->cu_seqlens, 0, docs + 1),
@@ -149,7 +187,8 @@ static ith_status count_step(ith_step *s, keep_counts n)
                                                                   : ITH_KEEP_HOST;
     }
     ITH_TRY(place_all(s));
-    bind_batch(s, c->max_tokens, c->max_docs, c->max_labels, c->max_doc_tokens, NULL);
+    bind_batch(s, c->max_tokens, slice_tokens(c), c->max_docs, slice_labels(c), c->max_doc_tokens,
+               NULL);
     ITH_TRY(walk_micro(s, c->training));
     if (c->training)
         ITH_TRY(update(s, (ith_adamw_hyper){.step = 1}));
@@ -168,7 +207,8 @@ static ith_status bytes_of(ith_step *s, keep_counts n, int64_t *out)
     ith_plan_reset(s->ctx->plan);
     ITH_TRY(count_step(s, n));
     *out = ith_plan_total(s->ctx->plan);
-    return ITH_OK;
+    /* Shares of heads differ, and with them bytes: what is kept must not. */
+    return ith_mesh_max(s->config.mesh, out, s->ctx->err);
 }
 
 /* Mix `phase` with n layers of its better kind: 0 all over attention, 1 attention over input, 2
@@ -209,11 +249,17 @@ static ith_status choose_keep(ith_step *s, int64_t limit)
 static ith_status limit_of(ith_step *s, int64_t *limit)
 {
     int64_t total = 0;
+    const ith_mesh *mesh = s->config.mesh;
     *limit = s->config.memory_limit;
     if (*limit > 0)
         return ITH_OK;
     ITH_TRY(s->ctx->device->memory(s->ctx->device, limit, &total, s->ctx->err));
     *limit -= *limit / 100 * RESERVE_PERCENT;
+    if (mesh && mesh->world) /* the ranks of a machine share it; the tightest decides for all */
+        *limit /= mesh->world->local_size;
+    *limit = -*limit;
+    ITH_TRY(ith_mesh_max(mesh, limit, s->ctx->err));
+    *limit = -*limit;
     return ITH_OK;
 }
 
@@ -266,7 +312,31 @@ static ith_status plan_step(ith_step *s, bool plan_only)
         ITH_TRY(bytes_of(s, one[s->config.keep], &unused));
     else
         ITH_TRY(choose_keep(s, limit));
-    return plan_only || ith_plan_total(s->ctx->plan) <= limit ? ITH_OK : refuse_too_large(s, limit);
+    int64_t total = ith_plan_total(s->ctx->plan);
+    ITH_TRY(ith_mesh_max(s->config.mesh, &total, s->ctx->err));
+    return plan_only || total <= limit ? ITH_OK : refuse_too_large(s, limit);
+}
+
+static ith_status cut_model(ith_step *s)
+{
+    ith_model *m = s->model;
+    int64_t layers = m->config->num_hidden_layers, *blocks = NULL;
+    m->shard = NULL;
+    m->zero_stage = 0;
+    if (ith_world_size(s->config.mesh) > 1 && m->config->family == ITH_FAMILY_LLADA2)
+        return ith_fail(s->ctx->err, ITH_ERR_UNSUPPORTED,
+                        "layers of llada2 have no path for many ranks yet (use 1)");
+    if (s->config.zero_stage == 0 || ith_world_size(s->config.mesh) == 1)
+        return ITH_OK;
+    ITH_TRY(ith_alloc_zero((void **)&blocks, layers + 3, sizeof *blocks, "blocks", s->ctx->err));
+    ith_model_blocks(m, blocks);
+    ith_status status = ith_shard_init(&s->shard, s->config.mesh, blocks, layers + 2, s->ctx->err);
+    ith_free(blocks);
+    if (status != ITH_OK)
+        return status;
+    m->shard = &s->shard;
+    m->zero_stage = s->config.zero_stage;
+    return ITH_OK;
 }
 
 ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
@@ -280,10 +350,12 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
     s->model = model;
     s->ctx = ctx;
     s->config = *config;
+    model->mesh = config->mesh;
     model->mlp_tile = MLP_TILE_ROWS;
     if (s->config.chunk_rows <= 0)
         s->config.chunk_rows = DEFAULT_CHUNK_ROWS;
     s->config.chunk_rows = ith_min_i64(s->config.chunk_rows, ith_max_i64(config->max_labels, 1));
+    ITH_TRY_OUT(cut_model(s));
     ITH_TRY_OUT(plan_step(s, plan_only));
     if (!plan_only) {
         ITH_TRY_OUT(ith_plan_commit(ctx->plan, ctx->err));
@@ -298,6 +370,8 @@ out:
 
 void ith_step_destroy(ith_step *step)
 {
+    if (step)
+        ith_shard_deinit(&step->shard);
     ith_free(step);
 }
 
@@ -305,17 +379,20 @@ void ith_step_begin(ith_step *step, double weight_sum)
 {
     step->weight_sum = weight_sum;
     step->num_micro = 0;
+    step->reduced = false;
 }
 
-/* Labelled rows with their seeds into the staging buffers; returns how many. */
-static int64_t stage_rows(ith_step *s, const ith_micro_batch *b, double weight_sum)
+/* Labelled rows of tokens [begin, end) with their seeds into the staging buffers; returns how many.
+ */
+static int64_t stage_rows(ith_step *s, const ith_micro_batch *b, int64_t begin, int64_t end,
+                          double weight_sum)
 {
     int64_t n = 0;
-    for (int64_t t = 0; t < b->num_tokens; t++) {
+    for (int64_t t = begin; t < end; t++) {
         if (b->labels[t] < 0)
             continue;
         ITH_ASSERT(n < s->config.max_labels);
-        s->host_rows[n] = (int32_t)t;
+        s->host_rows[n] = (int32_t)(t - begin);
         s->host_labels[n] = b->labels[t];
         s->host_seeds[n++] = (float)((double)b->weights[t] / weight_sum);
     }
@@ -328,10 +405,12 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
     ith_error *err = s->ctx->err;
     ITH_ASSERT(b->num_tokens <= s->config.max_tokens && b->num_docs <= s->config.max_docs);
     ITH_TRY(d->sync(d, err)); /* the staging buffers of the micro-batch before */
-    int64_t rows = stage_rows(s, b, weight_sum), max_len = 0;
+    int64_t begin = ith_cp_begin(s->config.mesh, b->num_tokens),
+            end = ith_cp_end(s->config.mesh, b->num_tokens), tokens = end - begin;
+    int64_t rows = stage_rows(s, b, begin, end, weight_sum), max_len = 0;
     for (int64_t i = 0; i < b->num_docs; i++)
         max_len = ith_max_i64(max_len, b->cu_seqlens[i + 1] - b->cu_seqlens[i]);
-    bind_batch(s, b->num_tokens, b->num_docs, rows, max_len, b->cu_seqlens);
+    bind_batch(s, b->num_tokens, tokens, b->num_docs, rows, max_len, b->cu_seqlens);
     if (s->config.noisy) {
         ITH_ASSERT(b->noisy);
         s->batch.seqs.noisy_host = b->noisy;
@@ -339,8 +418,8 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
         ITH_TRY(d->upload(d, s->noisy.data, b->noisy, b->num_docs * 4, err));
     }
     s->batch.share = (float)(b->weight_sum / weight_sum);
-    ITH_TRY(d->upload(d, s->ids.data, b->ids, b->num_tokens * 4, err));
-    ITH_TRY(d->upload(d, s->position_ids.data, b->position_ids, b->num_tokens * 4, err));
+    ITH_TRY(d->upload(d, s->ids.data, b->ids + begin, tokens * 4, err));
+    ITH_TRY(d->upload(d, s->position_ids.data, b->position_ids + begin, tokens * 4, err));
     ITH_TRY(d->upload(d, s->cu_seqlens.data, b->cu_seqlens, (b->num_docs + 1) * 4, err));
     ITH_TRY(d->upload(d, s->rows.data, s->host_rows, rows * 4, err));
     ITH_TRY(d->upload(d, s->labels.data, s->host_labels, rows * 4, err));
@@ -350,11 +429,29 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
 ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch)
 {
     ITH_ASSERT(step->config.training);
-    if (batch->num_tokens == 0)
+    /* From stage 2 on layers are reduced and gathered by all ranks in every walk. */
+    if (batch->num_tokens == 0 && step->model->zero_stage < 2)
         return ITH_OK;
-    step->num_micro++;
+    step->num_micro += batch->num_tokens > 0;
     ITH_TRY(upload(step, batch, step->weight_sum > 0 ? step->weight_sum : 1.0));
     return walk_micro(step, true);
+}
+
+ith_status ith_step_reduce(ith_step *step)
+{
+    const ith_mesh *mesh = step->config.mesh;
+    int64_t cp = ith_cp_size(mesh);
+    step->reduced = true;
+    if (ith_world_size(mesh) == 1)
+        return ITH_OK;
+    ITH_TRY(ith_model_reduce_grads(step->model, step->ctx));
+    ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->loss_sum));
+    /* Every rank of a cp group holds the balance of the whole group. */
+    ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->balance_sum));
+    *(double *)step->balance_sum.data /= (double)cp;
+    ITH_TRY(ith_comm_all_reduce(mesh->dp, &step->num_micro, 1, ITH_I64, ITH_REDUCE_SUM,
+                                step->ctx->err));
+    return ITH_OK;
 }
 
 ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *out)
@@ -363,6 +460,8 @@ ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *o
     ith_device *d = ctx->device;
     float norm = 0, scale = 0;
     double loss = 0, balance = 0;
+    if (!step->reduced)
+        ITH_TRY(ith_step_reduce(step));
     ITH_TRY(update(step, hyper));
     ITH_TRY(d->download(d, &norm, step->norm.data, sizeof norm, ctx->err));
     ITH_TRY(d->download(d, &scale, step->scale.data, sizeof scale, ctx->err));
@@ -385,7 +484,7 @@ ith_status ith_step_eval(ith_step *step, const ith_micro_batch *batch, double *l
     ith_device *d = step->ctx->device;
     double sum = 0;
     ITH_ASSERT(step->config.evaluates || !step->config.training);
-    if (batch->num_tokens == 0)
+    if (batch->num_tokens == 0 && step->model->zero_stage < 3)
         return ITH_OK;
     ITH_TRY(upload(step, batch, 1.0));
     ITH_TRY(ith_zero(step->ctx, step->loss_sum));

@@ -19,7 +19,10 @@
 #include "model/model.h"
 
 typedef struct {
-    int64_t max_tokens, max_docs, max_labels, max_doc_tokens; /* of a micro-batch */
+    const ith_mesh *mesh; /* borrowed; NULL: one rank */
+    int zero_stage;       /* 1: optimizer cut among the ranks; 2: gradients too; 3: weights too */
+    /* of a micro-batch; under context parallelism of the whole one, which the group shares */
+    int64_t max_tokens, max_docs, max_labels, max_doc_tokens;
     int64_t chunk_rows;   /* rows of logits at a time; 0: chosen */
     bool training;        /* false: evaluation only, no gradients, no optimizer */
     bool evaluates;       /* ith_step_eval will be called between steps */
@@ -48,7 +51,9 @@ typedef struct ith_step {
     ith_step_config config;
     /* what the plan chose, from the last layer down; the rest keeps its input on the host */
     int64_t layers_keep_all, layers_keep_attention, layers_keep_input;
-    /* flat optimizer buffers, the layout of model->w; master absent for f32 models */
+    ith_shard shard;
+    /* flat optimizer buffers, whole or (zero_stage > 0) this rank's shard; master absent for f32
+     * models */
     ith_tensor master, m, v;
     /* device: batch, accumulators */
     ith_batch batch;
@@ -59,6 +64,7 @@ typedef struct ith_step {
     float *host_seeds;
     double weight_sum; /* C of the running step */
     int64_t num_micro; /* micro-batches of it so far */
+    bool reduced;      /* gradients and sums of it are those of all ranks */
 } ith_step;
 
 /* Plans (ctx->plan must be counting), commits, places. After it the ctx allocates nothing. With
@@ -70,14 +76,18 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
 ith_status ith_step_longest(const ith_step *step, int64_t limit, int64_t *out);
 void ith_step_destroy(ith_step *step);
 
-/* weight_sum: C over all micro-batches of the optimizer step (all ranks). */
+/* Many ranks: all of them call the functions below in the same order; the ranks of a cp group with
+ * the same micro-batch, of which each works on its slice. An empty micro-batch is legal.
+ * weight_sum: C over all micro-batches of the optimizer step (all ranks). */
 void ith_step_begin(ith_step *step, double weight_sum);
 /* Forward, loss, backward of one micro-batch; gradients are added. */
 ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch);
+/* Sums gradients and losses over all ranks; ith_step_end does it when nobody did. */
+ith_status ith_step_reduce(ith_step *step);
 /* Clip, update, clear gradients. hyper.step counts real updates. */
 ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *out);
-/* Loss of a micro-batch without gradients: *loss += sum of weight * cross entropy; weights are in
- * the batch. */
+/* Loss of a micro-batch without gradients: *loss += sum of weight * cross entropy over the rows of
+ * this rank; weights are in the batch. Add it over the ranks. */
 ith_status ith_step_eval(ith_step *step, const ith_micro_batch *batch, double *loss);
 
 #endif

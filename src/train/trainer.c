@@ -100,7 +100,26 @@ static ith_status log_step(run *r, const ith_step_stats *stats, double lr)
     if (h && h->row)
         h->row(h->arg, &row);
     memset(u, 0, sizeof *u);
-    return ith_run_report_add(r->report, &row, r->t->session.ctx.err);
+    return !r->report ? ITH_OK : ith_run_report_add(r->report, &row, r->t->session.ctx.err);
+}
+
+/* What ranks of different batches add up. */
+typedef struct {
+    double weight_sum, docs, tokens, labels, flops, loss;
+} totals;
+
+static ith_status sum_over(ith_comm *comm, totals *s, ith_error *err)
+{
+    return ith_comm_all_reduce(comm, s, (int64_t)(sizeof *s / sizeof(double)), ITH_F64,
+                               ITH_REDUCE_SUM, err);
+}
+
+/* A failure that the other ranks cannot know of: the call is, or may be, in the middle of an
+ * exchange. */
+static ith_status alone(ith_trainer *t, ith_status status)
+{
+    t->alone |= status != ITH_OK && t->mesh;
+    return status;
 }
 
 /* A pretrained model does better than chance: weights that were not found would not. */
@@ -145,42 +164,56 @@ static ith_status weight_of_step(run *r, const ith_batch_step *bs, double *out, 
     return ITH_OK;
 }
 
+static ith_status micro_batches(run *r, const ith_batch_step *bs, totals *mine, ith_error *err)
+{
+    ith_trainer *t = r->t;
+    for (int64_t j = 0; j < bs->num_micro; j++) {
+        ith_micro_batch b;
+        ITH_TRY(ith_trainer_agree(t, fill_micro(r, bs, j, &b, err), err));
+        ITH_TRY(alone(t, ith_step_micro(t->step, &b)));
+        mine->tokens += (double)b.num_tokens;
+        mine->labels += (double)b.num_labels;
+        mine->flops +=
+            t->noiser ? ith_diffusion_flops(t->model, &t->noise, &b)
+                      : ith_model_flops(t->model, b.cu_seqlens, b.num_docs, b.num_labels).total;
+    }
+    return ITH_OK;
+}
+
 /* One optimizer step out of the batcher. */
 static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
 {
     ith_trainer *t = r->t;
     const ith_config *c = t->config;
     ith_unlogged *u = &r->at.unlogged;
+    totals begin = {.weight_sum = bs->weight_sum, .docs = (double)bs->num_docs}, done = {0};
     double t0 = now_s(),
            lr = ith_schedule_rate(&c->lr_scheduler, c->learning_rate, r->at.step, t->total_steps);
-    double weight_sum = 0;
-    ITH_TRY(weight_of_step(r, bs, &weight_sum, err));
-    ith_step_begin(t->step, weight_sum);
-    for (int64_t j = 0; j < bs->num_micro; j++) {
-        ith_micro_batch b;
-        ITH_TRY(fill_micro(r, bs, j, &b, err));
-        if (b.num_tokens == 0)
-            continue;
-        ITH_TRY(ith_step_micro(t->step, &b));
-        u->tokens += b.num_tokens;
-        u->labels += b.num_labels;
-        u->flops += t->noiser
-                        ? ith_diffusion_flops(t->model, &t->noise, &b)
-                        : ith_model_flops(t->model, b.cu_seqlens, b.num_docs, b.num_labels).total;
-    }
+    ITH_TRY(weight_of_step(r, bs, &begin.weight_sum, err));
+    if (t->mesh)
+        ITH_TRY(alone(t, sum_over(t->mesh->dp, &begin, err)));
+    ith_step_begin(t->step, begin.weight_sum);
+    ITH_TRY(micro_batches(r, bs, &done, err));
+    if (t->mesh)
+        ITH_TRY(alone(t, sum_over(t->mesh->dp, &done, err)));
+    u->tokens += (int64_t)done.tokens;
+    u->labels += (int64_t)done.labels;
+    u->flops += done.flops;
     ith_adamw_hyper h = {(float)lr,           (float)c->optim.beta1,        (float)c->optim.beta2,
                          (float)c->optim.eps, (float)c->optim.weight_decay, r->at.updates + 1};
     ith_step_stats stats;
+    ITH_TRY(alone(t, ith_step_reduce(t->step)));
     if (c->verify)
-        ITH_TRY(ith_verify_gradients(t, r->result.steps == 0, r->hooks, err));
-    ITH_TRY(ith_step_end(t->step, h, &stats));
+        ITH_TRY(ith_trainer_agree(t, ith_verify_gradients(t, r->result.steps == 0, r->hooks, err),
+                                  err));
+    ITH_TRY(alone(t, ith_step_end(t->step, h, &stats)));
     if (c->verify)
-        ITH_TRY(ith_verify_update(t, err));
+        ITH_TRY(ith_trainer_agree(t, ith_verify_update(t, err), err));
     u->seconds += now_s() - t0;
     u->steps++;
     u->loss_sum += stats.loss;
     r->at.step++;
-    r->at.samples += bs->num_docs;
+    r->at.samples += (int64_t)begin.docs;
     double in_epoch =
         t->steps_per_epoch > 0 ? fmod((double)(r->at.step - 1), (double)t->steps_per_epoch) + 1 : 0;
     r->at.epoch = bs->epoch_end
@@ -201,41 +234,46 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
         ith_trainer_say(r->hooks,
                         "step %lld: gradients are not finite, no update (%lld skipped so far)",
                         (long long)r->at.step, (long long)r->at.skipped);
-    return log_step(r, &stats, lr);
+    return ith_trainer_agree(t, log_step(r, &stats, lr), err);
 }
 
 /* Mean loss per weight over the evaluation set. */
 static ith_status evaluate(run *r, ith_error *err)
 {
     ith_trainer *t = r->t;
-    double loss = 0, weight = 0, noisy_weight = 0, t0 = now_s();
-    int64_t tokens = 0, labels = 0;
+    double noisy_weight = 0, t0 = now_s();
+    totals sum = {0};
     ith_batch_step bs;
     ITH_TRY(ith_batcher_load(t->eval_batcher, t->eval_start, err));
     while (ith_batcher_next(t->eval_batcher, &bs)) {
         for (int64_t j = 0; j < bs.num_micro; j++) {
             ith_micro_batch b;
-            ITH_TRY(ith_batcher_fill(t->eval_batcher, j, &b, err));
+            ITH_TRY(ith_trainer_agree(t, ith_batcher_fill(t->eval_batcher, j, &b, err), err));
             if (t->noiser) { /* the same masks in every evaluation */
                 ith_micro_batch clean = b;
                 ith_noiser_apply(t->noiser, t->eval_samples, &clean, ITH_EVAL_EPOCH_NOISE, 1, &b);
                 noisy_weight += b.weight_sum;
             }
-            ITH_TRY(ith_step_eval(t->step, &b, &loss));
-            tokens += b.num_tokens;
-            labels += b.num_labels;
+            ITH_TRY(alone(t, ith_step_eval(t->step, &b, &sum.loss)));
+            sum.tokens += (double)b.num_tokens;
+            sum.labels += (double)b.num_labels;
         }
-        weight += bs.weight_sum;
+        sum.weight_sum += bs.weight_sum;
     }
     if (t->noiser)
-        weight = noisy_weight;
-    double mean = weight > 0 ? loss / weight : (double)NAN;
+        sum.weight_sum = noisy_weight;
+    if (t->mesh) { /* every rank has the loss of its rows, every cp group the same batches */
+        ITH_TRY(
+            alone(t, ith_comm_all_reduce(t->mesh->cp, &sum.loss, 1, ITH_F64, ITH_REDUCE_SUM, err)));
+        ITH_TRY(alone(t, sum_over(t->mesh->dp, &sum, err)));
+    }
+    double mean = sum.weight_sum > 0 ? sum.loss / sum.weight_sum : (double)NAN;
     ith_report_row row = row_now(r, mean, 0, 0);
     row.is_eval = true;
-    row.tokens = tokens;
-    row.labels = labels;
+    row.tokens = (int64_t)sum.tokens;
+    row.labels = (int64_t)sum.labels;
     row.step_ms = 1e3 * (now_s() - t0);
-    row.tokens_per_s = (double)tokens / (now_s() - t0);
+    row.tokens_per_s = sum.tokens / (now_s() - t0);
     row.mfu = (double)NAN;
     r->result.eval_loss = mean;
     if (isnan(r->at.best_eval) || mean < r->at.best_eval) {
@@ -244,15 +282,47 @@ static ith_status evaluate(run *r, ith_error *err)
     }
     if (r->hooks && r->hooks->row)
         r->hooks->row(r->hooks->arg, &row);
-    return ith_run_report_add(r->report, &row, err);
+    return r->report ? ith_run_report_add(r->report, &row, err) : ITH_OK;
+}
+
+/* Rank 0 has written, or failed to; the others have served what it read of their shards. */
+static ith_status end_serving(ith_trainer *t, ith_status status, ith_error *err)
+{
+    ith_error unheard = {0};
+    ith_ctx ctx = t->session.ctx;
+    ctx.err = status == ITH_OK ? err : &unheard;
+    ITH_TRY(alone(t, ith_model_serve_end(t->model, &ctx)));
+    return ith_trainer_agree(t, status, err);
+}
+
+static ith_status serve(ith_trainer *t, ith_error *err)
+{
+    ITH_TRY(alone(t, ith_model_serve(t->model, &t->session.ctx)));
+    return ith_trainer_agree(t, ITH_OK, err);
 }
 
 static ith_status save(run *r, ith_error *err)
 {
-    ITH_TRY(ith_run_report_write(r->report, err));
-    ITH_TRY(ith_trainer_save(r->t, &r->at, err));
+    ith_status status = r->report ? ith_run_report_write(r->report, err) : ITH_OK;
+    if (!ith_trainer_is_first(r->t))
+        return serve(r->t, err);
+    if (status == ITH_OK)
+        status = ith_trainer_save(r->t, &r->at, err);
+    ITH_TRY(end_serving(r->t, status, err));
     ith_trainer_say(r->hooks, "saved %s/checkpoint-%lld", r->t->config->output_dir,
                     (long long)r->at.step);
+    return ITH_OK;
+}
+
+/* What the outside asks of any rank; all ranks get the same answer. */
+static ith_status poll_all(run *r, int *asked, ith_error *err)
+{
+    int bits = r->hooks && r->hooks->poll ? r->hooks->poll(r->hooks->arg) : 0;
+    int64_t each[2] = {bits & ITH_POLL_STOP, bits & ITH_POLL_SAVE};
+    if (r->t->mesh)
+        ITH_TRY(alone(
+            r->t, ith_comm_all_reduce(r->t->mesh->world, each, 2, ITH_I64, ITH_REDUCE_MAX, err)));
+    *asked = (int)(each[0] | each[1]);
     return ITH_OK;
 }
 
@@ -270,8 +340,9 @@ static ith_status loop(run *r, ith_error *err)
                                                            : (c->eval_strategy == ITH_EVAL_STEPS &&
                                                               r->at.step % c->eval_steps == 0);
         if (t->eval_batcher && (eval_due || (last && c->eval_strategy != ITH_EVAL_NO)))
-            ITH_TRY(evaluate(r, err));
-        int asked = r->hooks && r->hooks->poll ? r->hooks->poll(r->hooks->arg) : 0;
+            ITH_TRY(ith_trainer_agree(t, evaluate(r, err), err));
+        int asked = 0;
+        ITH_TRY(poll_all(r, &asked, err));
         bool due = r->save_steps > 0 && r->at.step % r->save_steps == 0;
         if (due || (asked && !last))
             ITH_TRY(save(r, err));
@@ -321,26 +392,39 @@ ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_r
         r.save_steps = c->save_steps;
     if (!isnan(c->save_epochs))
         r.save_steps = ith_max_i64(1, (int64_t)((double)t->steps_per_epoch * c->save_epochs));
-    ITH_TRY(ith_make_dirs(c->output_dir, err));
+    ITH_TRY(ith_trainer_agree(t, ith_make_dirs(c->output_dir, err), err));
     if (t->matmul_rate <= 0)
         ITH_TRY(ith_measure_matmul_rate(&t->session, t->model->dtype, &t->matmul_rate));
     r.matmul_rate = t->matmul_rate;
-    ITH_TRY(begin(&r, err));
-    ITH_TRY(ith_run_report_open(&r.report, c->output_dir, r.at.step,
-                                c->report_to & ITH_REPORT_TENSORBOARD, err));
+    if (t->mesh) /* measured on all at once, as they will run */
+        ITH_TRY(alone(t, ith_comm_all_reduce(t->mesh->world, &r.matmul_rate, 1, ITH_F64,
+                                             ITH_REDUCE_SUM, err)));
+    ITH_TRY(ith_trainer_agree(t, begin(&r, err), err));
+    ITH_TRY(alone(t, ith_model_refresh_weights(t->model, &t->session.ctx)));
+    ith_status status = ITH_OK;
+    if (ith_trainer_is_first(t))
+        status = ith_run_report_open(&r.report, c->output_dir, r.at.step,
+                                     c->report_to & ITH_REPORT_TENSORBOARD, err);
+    ITH_TRY(ith_trainer_agree(t, status, err));
     r.start_s = now_s();
-    ith_status status = loop(&r, err);
+    status = loop(&r, err);
     if (status == ITH_OK && r.at.step == 0)
         status = ith_fail(err, ITH_ERR_RUN, "no optimizer step was done");
     if (status == ITH_OK && !r.result.stopped) {
-        status = ith_trainer_export(t, c->output_dir, err);
+        if (ith_trainer_is_first(t))
+            status = end_serving(t, ith_trainer_export(t, c->output_dir, err), err);
+        else
+            status = serve(t, err);
         ith_trainer_say(
             hooks, status == ITH_OK ? "wrote the model to %s" : "could not write the model to %s",
             c->output_dir);
     }
-    ith_status closed = ith_run_report_close(r.report, status == ITH_OK ? err : NULL);
+    ith_status closed =
+        r.report ? ith_run_report_close(r.report, status == ITH_OK ? err : NULL) : ITH_OK;
+    if (status == ITH_OK)
+        status = ith_trainer_agree(t, closed, err);
     r.result.seconds = now_s() - r.start_s;
     r.result.skipped = r.at.skipped;
     *out = r.result;
-    return status == ITH_OK ? closed : status;
+    return status;
 }

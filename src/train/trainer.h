@@ -46,12 +46,23 @@ typedef struct {
     ith_step *step;
     int64_t total_steps, steps_per_epoch;
     double matmul_rate; /* FLOP/s of this machine; 0: ith_trainer_run measures it */
+    /* many ranks */
+    ith_mesh mesh_store;
+    const ith_mesh *mesh; /* NULL: one rank */
+    bool alone;           /* a failure between fixed points: the other ranks do not know of it */
 } ith_trainer;
 
 /* Config checks, model config, tokenizer, data, batches, memory plan. plan_only: no memory is
  * taken, no device needed. On failure everything is closed. */
 ith_status ith_trainer_open(ith_trainer *t, const ith_config *config, bool plan_only,
                             const ith_trainer_hooks *hooks, ith_error *err);
+/* The same on one rank of a job.
+ * world: the ranks of the job, borrowed, NULL for one. All of them make the same calls; failures
+ * are agreed at fixed points, so that every rank returns that of the lowest failing rank. A failure
+ * in between sets `alone`: end the job (ith_comm_abort). Hooks of rank 0 speak; the others only
+ * poll. */
+ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_comm *world,
+                                 bool plan_only, const ith_trainer_hooks *hooks, ith_error *err);
 void ith_trainer_close(ith_trainer *t);
 
 typedef struct {

@@ -23,6 +23,14 @@ typedef struct {
 
 void ith_trainer_say(const ith_trainer_hooks *hooks, const char *fmt, ...) ITH_PRINTF(2, 3);
 
+/* A fixed point: every rank brings its status, all get that of the lowest failing rank. */
+ith_status ith_trainer_agree(const ith_trainer *t, ith_status status, ith_error *err);
+/* Rank 0 writes files and speaks. */
+static inline bool ith_trainer_is_first(const ith_trainer *t)
+{
+    return !t->mesh || !t->mesh->world || t->mesh->world->rank == 0;
+}
+
 /* Weights from the model directory. */
 ith_status ith_trainer_load_weights(ith_trainer *t, ith_error *err);
 /* OUTPUT_DIR/checkpoint-<step>, atomically. */

@@ -5,6 +5,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "base/env.h"
 #include "base/file.h"
 #include "checkpoint/model_dir.h"
 #include "checkpoint/train_state.h"
@@ -128,12 +129,13 @@ static ith_status open_data(ith_trainer *t, ith_error *err)
     ITH_TRY(check_ids(t, t->samples, c->train_dataset, err));
     if (t->eval_samples && t->eval_samples != t->samples)
         ITH_TRY(check_ids(t, t->eval_samples, c->eval_dataset, err));
-    ith_batcher_options b = ith_batcher_options_from(c, &t->layout, 0);
+    int64_t dp_rank = t->mesh ? t->mesh->dp_rank : 0;
+    ith_batcher_options b = ith_batcher_options_from(c, &t->layout, dp_rank);
     b.subset = t->train_subset;
     b.num_subset = num_train;
     ITH_TRY(ith_batcher_create(&t->batcher, t->samples, &b, err));
     if (t->eval_samples) {
-        b = ith_batcher_eval_options(c, &t->layout, 0);
+        b = ith_batcher_eval_options(c, &t->layout, dp_rank);
         b.subset = t->eval_subset;
         b.num_subset = num_eval;
         ITH_TRY(ith_batcher_create(&t->eval_batcher, t->eval_samples, &b, err));
@@ -185,6 +187,8 @@ static ith_step_config step_config(const ith_trainer *t)
     if (t->noiser)
         limits = ith_noiser_limits(t->noiser);
     ith_step_config s = {
+        .mesh = t->mesh,
+        .zero_stage = ith_config_zero_stage(c),
         .max_tokens = limits.max_tokens,
         .max_docs = limits.max_docs,
         .max_labels = limits.max_labels,
@@ -211,6 +215,9 @@ static ith_status open_step(ith_trainer *t, bool plan_only, ith_error *err)
                    "recompute names what keep does not");
     ith_dtype dtype = ith_config_param_dtype(t->config) == ITH_DTYPE_F32 ? ITH_F32 : ITH_BF16;
     ith_step_config s = step_config(t);
+    int64_t *limits[] = {&s.max_tokens, &s.max_docs, &s.max_labels, &s.max_doc_tokens};
+    for (int i = 0; i < 4; i++) /* data-parallel ranks have different batches, and one plan */
+        ITH_TRY(ith_mesh_max(t->mesh, limits[i], err));
     ITH_TRY(ith_model_create(&t->model, &t->hf, dtype, s.max_doc_tokens, err));
     t->model->aux_coef = (float)(ith_config_is_set(t->config, "router_aux_loss_coef")
                                      ? t->config->router_aux_loss_coef
@@ -220,27 +227,130 @@ static ith_status open_step(ith_trainer *t, bool plan_only, ith_error *err)
     return ith_step_create(&t->step, t->model, &t->session.ctx, &s, plan_only);
 }
 
+ith_status ith_trainer_agree(const ith_trainer *t, ith_status status, ith_error *err)
+{
+    return t->mesh && t->mesh->world && !t->alone ? ith_comm_agree(t->mesh->world, status, err)
+                                                  : status;
+}
+
+/* Ranks of the job that runs, or of the one that the config describes. */
+static int64_t world_size(const ith_config *c, const ith_comm *world, bool plan_only)
+{
+    if (world && world->size > 1)
+        return world->size;
+    return plan_only ? ith_config_ranks(c) : 1;
+}
+
+static ith_status open_mesh(ith_trainer *t, ith_comm *world, bool plan_only, ith_error *err)
+{
+    const ith_config *c = t->config;
+    int64_t size = world_size(c, world, plan_only);
+    if (world && world->size > 1 && c->ranks != ITH_CONFIG_UNSET && c->ranks != world->size)
+        return ith_config_fail(c, "ranks", err, "found %lld, the launcher started %lld",
+                               (long long)c->ranks, (long long)world->size);
+    ITH_TRY(ith_config_resolve_layout(c, size, &t->layout, err));
+    if (size == 1)
+        return ITH_OK;
+    if (world && world->size > 1)
+        ITH_TRY(ith_mesh_open(&t->mesh_store, world, c->cp_size, err));
+    else
+        ith_mesh_imagine(&t->mesh_store, size, c->cp_size);
+    t->mesh = &t->mesh_store;
+    return ITH_OK;
+}
+
+static ith_status check_mesh(const ith_trainer *t, ith_error *err)
+{
+    if (t->layout.cp_size > t->hf.num_attention_heads)
+        return ith_config_fail(t->config, "cp_size", err,
+                               "%lld is more than num_attention_heads %lld (use at most that many)",
+                               (long long)t->layout.cp_size, (long long)t->hf.num_attention_heads);
+    if (t->mesh && ith_is_diffusion(t->config, &t->hf))
+        return ith_config_fail(t->config, t->layout.cp_size > 1 ? "cp_size" : "ranks", err,
+                               "diffusion models train on one rank only so far (use 1)");
+    if (t->mesh && t->config->verify && ith_config_zero_stage(t->config) > 0)
+        return ith_config_fail(t->config, "verify", err,
+                               "true reads whole buffers, zero_stage %d cuts them (use zero_stage "
+                               "0, or false)",
+                               ith_config_zero_stage(t->config));
+    return ITH_OK;
+}
+
+/* The ranks of a machine share its cores. */
+static ith_status open_session(ith_trainer *t, bool plan_only, ith_error *err)
+{
+    static const ith_use_device use[] = {ITH_USE_AUTO, ITH_USE_CPU, ITH_USE_CUDA};
+    int threads = (int)t->config->threads;
+    if (threads == 0 && t->mesh && t->mesh->world && !ith_env(ITH_ENV_THREADS)) {
+        ITH_TRY(ith_pool_default_threads(&threads, err));
+        threads = ith_narrow(ith_max_i64(1, threads / t->mesh->world->local_size));
+    }
+    ITH_TRY(ith_session_open(&t->session, use[t->config->device], 0, threads, plan_only, err));
+    if (t->session.cuda && t->mesh)
+        return ith_config_fail(t->config, "device", err,
+                               "%lld ranks on GPUs exchange over NCCL, which is not built yet (use "
+                               "cpu)",
+                               (long long)t->mesh->world_size);
+    return ITH_OK;
+}
+
+static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
+{
+    if (!t->mesh)
+        return;
+    ith_head_share h =
+        ith_ulysses_own_share(t->mesh, t->hf.num_attention_heads, t->hf.num_key_value_heads);
+    ith_trainer_say(
+        hooks,
+        "ranks: %lld = dp %lld x cp %lld over %s; attention: %s, %lld query and %lld "
+        "key heads a rank; zero_stage %d; %lld samples a step, %lld micro-batches a rank",
+        (long long)t->mesh->world_size, (long long)t->mesh->dp_size, (long long)t->mesh->cp_size,
+        t->mesh->world ? t->mesh->world->driver->name : "-",
+        t->mesh->cp_size > 1 ? "ulysses" : "local", (long long)h.q_count, (long long)h.kv_count,
+        ith_config_zero_stage(t->config), (long long)t->layout.global_batch_size,
+        (long long)t->layout.grad_accum);
+}
+
+/* Rank 0 first: it fills the caches on disk that the others then read. */
+static ith_status open_data_in_turn(ith_trainer *t, ith_error *err)
+{
+    if (ith_trainer_is_first(t))
+        ITH_TRY(ith_trainer_agree(t, open_data(t, err), err));
+    else
+        ITH_TRY(ith_trainer_agree(t, ITH_OK, err));
+    return ith_trainer_is_first(t) ? ITH_OK : open_data(t, err);
+}
+
 ith_status ith_trainer_open(ith_trainer *t, const ith_config *config, bool plan_only,
                             const ith_trainer_hooks *hooks, ith_error *err)
+{
+    return ith_trainer_open_rank(t, config, NULL, plan_only, hooks, err);
+}
+
+ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_comm *world,
+                                 bool plan_only, const ith_trainer_hooks *hooks, ith_error *err)
 {
     memset(t, 0, sizeof *t);
     t->config = config;
     ith_status status = ITH_OK;
     ITH_TRY_OUT(ith_config_check_supported(config, err));
-    ITH_TRY_OUT(ith_config_resolve_layout(config, 1, &t->layout, err));
-    ITH_TRY_OUT(open_model_files(t, plan_only, err));
-    if (!plan_only)
-        ITH_TRY_OUT(check_checkpoints(config, hooks, err));
-    static const ith_use_device use[] = {ITH_USE_AUTO, ITH_USE_CPU, ITH_USE_CUDA};
-    ITH_TRY_OUT(ith_session_open(&t->session, use[config->device], 0, (int)config->threads,
-                                 plan_only, err));
-    ITH_TRY_OUT(open_data(t, err));
+    ITH_TRY_OUT(open_mesh(t, world, plan_only, err));
+    status = open_model_files(t, plan_only, err);
+    if (status == ITH_OK && !plan_only)
+        status = check_checkpoints(config, hooks, err);
+    if (status == ITH_OK)
+        status = check_mesh(t, err);
+    if (status == ITH_OK)
+        status = open_session(t, plan_only, err);
+    ITH_TRY_OUT(ith_trainer_agree(t, status, err));
+    ITH_TRY_OUT(ith_trainer_agree(t, open_data_in_turn(t, err), err));
+    say_mesh(t, hooks);
     ith_trainer_say(
         hooks, "data: %lld samples, %lld tokens, %lld steps per epoch, %lld steps in all",
         (long long)ith_samples_count(t->samples), (long long)ith_samples_num_tokens(t->samples),
         (long long)t->steps_per_epoch, (long long)t->total_steps);
-    ITH_TRY_OUT(open_noise(t, hooks, err));
-    ITH_TRY_OUT(open_step(t, plan_only, err));
+    ITH_TRY_OUT(ith_trainer_agree(t, open_noise(t, hooks, err), err));
+    ITH_TRY_OUT(ith_trainer_agree(t, open_step(t, plan_only, err), err));
     return ITH_OK;
 out:
     ith_trainer_close(t);
@@ -265,5 +375,6 @@ void ith_trainer_close(ith_trainer *t)
     ith_chat_close(t->chat);
     ith_tokenizer_close(t->tokenizer);
     ith_hf_config_deinit(&t->hf);
+    ith_mesh_close(&t->mesh_store);
     memset(t, 0, sizeof *t);
 }

@@ -61,9 +61,9 @@ static const wrong_config cases[] = {
      {NULL},
      "error: @:2:9: peft_config: lora is not built yet (adapters and partial training; use "
      "null)\n"},
-    {"cp_size: 2\n",
+    {"mp_shard_size: 2\n",
      {NULL},
-     "error: @:1:10: cp_size: context parallelism is not built yet (use 1)\n"},
+     "error: @:1:16: mp_shard_size: more than one process is not built yet (use 1)\n"},
     {"model_name_or_path: x\n",
      {NULL},
      "error: @:1:1: model_name_or_path: this is a TRL file (that dialect is not built yet)\n"},

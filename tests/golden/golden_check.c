@@ -1,7 +1,10 @@
 /* golden_check.c - runs directories of reference vectors and prints each error beside its bound.
  *
  *     golden_check [device=cpu|cuda] [dtype=float32|bfloat16] [threads=N]
- * [keep=all|attention|input|host] [chunk=N] DIR...
+ * [keep=all|attention|input|host] [chunk=N] [cp=N] [zero=N] DIR...
+ *
+ * Under mpirun the ranks are dp x cp: documents are dealt to the dp groups, each document's tokens
+ * are sliced over the cp ranks. The same values must come out, within the same bounds.
  *
  * DIR/hf is a model directory; ref.safetensors holds input_ids, labels, logits (and packed_ids,
  * packed_labels, cu_seqlens, packed_logits, greedy), or of a diffusion model clean, noisy, labels
@@ -36,8 +39,10 @@ typedef struct {
     ith_use_device device;
     ith_dtype dtype;
     int threads, keep;
-    int64_t chunk;
+    int64_t chunk, cp;
+    int zero;       /* zero_stage */
     bool reference; /* plain operators: the yardstick of bf16 */
+    const ith_mesh *mesh;
 } options;
 
 typedef struct {
@@ -130,6 +135,39 @@ static ith_micro_batch batch_of(const int32_t *ids, const int32_t *labels, const
     return b;
 }
 
+/* The documents of this rank's dp group, and where each of its tokens is in the whole batch. */
+static ith_micro_batch deal(const ith_micro_batch *all, const ith_mesh *mesh, int32_t **origin)
+{
+    ith_micro_batch b = {0};
+    int64_t n = all->num_tokens;
+    b.ids = ith_malloc(n * 4);
+    b.position_ids = ith_malloc(n * 4);
+    b.labels = ith_malloc(n * 4);
+    b.weights = ith_malloc(n * 4);
+    b.cu_seqlens = ith_malloc((all->num_docs + 1) * 4);
+    *origin = ith_malloc(n * 4);
+    b.noisy = all->noisy ? ith_malloc(all->num_docs * 4 + 4) : NULL;
+    b.cu_seqlens[0] = 0;
+    for (int64_t d = 0; d < all->num_docs; d++) {
+        if (d % mesh->dp_size != mesh->dp_rank)
+            continue;
+        for (int32_t t = all->cu_seqlens[d]; t < all->cu_seqlens[d + 1]; t++) {
+            int64_t to = b.num_tokens++;
+            b.ids[to] = all->ids[t];
+            b.position_ids[to] = all->position_ids[t];
+            b.labels[to] = all->labels[t];
+            b.weights[to] = all->weights[t];
+            b.num_labels += all->labels[t] >= 0;
+            (*origin)[to] = t;
+        }
+        if (all->noisy)
+            b.noisy[b.num_docs] = all->noisy[d];
+        b.cu_seqlens[++b.num_docs] = (int32_t)b.num_tokens;
+    }
+    b.weight_sum = (double)b.num_labels;
+    return b;
+}
+
 static void free_batch(ith_micro_batch *b)
 {
     ith_free(b->ids);
@@ -163,7 +201,9 @@ static void open_bench(bench *b, const golden *g, const options *o, const ith_mi
         b->session.ctx.backend = ith_backend_ref();
     die_on(ith_model_create(&b->model, &g->config, o->dtype,
                             ith_max_i64(batch->num_tokens, GREEDY_CAPACITY), &err));
-    ith_step_config c = {.max_tokens = batch->num_tokens,
+    ith_step_config c = {.mesh = o->mesh,
+                         .zero_stage = o->zero,
+                         .max_tokens = batch->num_tokens,
                          .max_docs = batch->num_docs,
                          .max_labels = ith_max_i64(batch->num_labels, 1),
                          .max_doc_tokens = batch->num_tokens,
@@ -177,6 +217,7 @@ static void open_bench(bench *b, const golden *g, const options *o, const ith_mi
                          .bidirectional = mask.bidirectional};
     die_on(ith_step_create(&b->step, b->model, &b->session.ctx, &c, false));
     die_on(ith_model_load(b->model, &b->session.ctx, g->weights, b->model->w, b->step->master));
+    die_on(ith_model_refresh_weights(b->model, &b->session.ctx));
 }
 
 static void close_bench(bench *b)
@@ -201,6 +242,27 @@ static float *floats(ith_ctx *ctx, ith_tensor t)
     return out;
 }
 
+/* The same of a flat buffer, whichever ranks have it: whole on every rank. */
+static float *whole(bench *b, ith_tensor flat)
+{
+    ith_model *m = b->model;
+    ith_shard *s = m->shard;
+    ith_ctx *ctx = &b->session.ctx;
+    if (!s)
+        return floats(ctx, flat);
+    bool is_shard = flat.shape[0] != m->num_elements;
+    float *mine = floats(ctx, flat), *out = ith_calloc(m->num_elements, 4);
+    for (int64_t block = 0; block < s->num_blocks; block++) {
+        int64_t first = s->block_first[block], slice = ith_shard_slice_first(s, block),
+                n = s->shard_first[block + 1] - s->shard_first[block];
+        memcpy(out + slice, mine + (is_shard ? s->shard_first[block] : slice), (size_t)n * 4);
+        die_on(ith_shard_gather(
+            s, ctx, block, ith_tensor_1d(out + first, ITH_F32, s->block_first[block + 1] - first)));
+    }
+    ith_free(mine);
+    return out;
+}
+
 static double rel_norm(const float *a, const char *ref, ith_dtype dtype, int64_t n)
 {
     double diff = 0, norm = 0;
@@ -218,12 +280,15 @@ static double rel_norm(const float *a, const char *ref, ith_dtype dtype, int64_t
 
 /* Forward of the batch in the plan's memory that backward would use; logits of all rows against the
  * reference. */
-static void check_logits(bench *b, const ith_micro_batch *batch, mask_kind mask,
-                         const ith_st_entry *want, results *r, const char *what)
+static void check_logits(bench *b, const options *o, const ith_micro_batch *batch,
+                         const int32_t *origin, mask_kind mask, const ith_st_entry *want,
+                         results *r, const char *what)
 {
+    int64_t begin = ith_cp_begin(o->mesh, batch->num_tokens),
+            end = ith_cp_end(o->mesh, batch->num_tokens);
     ith_ctx *ctx = &b->session.ctx;
     ith_model *m = b->model;
-    int64_t n = batch->num_tokens, v = m->config->vocab_size;
+    int64_t n = 0, v = m->config->vocab_size;
     ith_plan *kept = ctx->plan,
              *own =
                  NULL; /* logits of all rows are not part of a training step: a plan of their own */
@@ -232,6 +297,7 @@ static void check_logits(bench *b, const ith_micro_batch *batch, mask_kind mask,
     die_on(ith_plan_create(&own, ctx->device, &err));
     ctx->plan = own;
     for (int pass = 0; pass < 2; pass++) {
+        n = pass ? end - begin : ith_div_ceil(batch->num_tokens, o->mesh->cp_size);
         int64_t marks[ITH_MEM_CLASSES];
         for (int c = 0; c < ITH_MEM_CLASSES; c++)
             marks[c] = ith_plan_mark(own, (ith_mem_class)c);
@@ -247,12 +313,12 @@ static void check_logits(bench *b, const ith_micro_batch *batch, mask_kind mask,
                             m->config->hidden_size, 1, 1, &hidden));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "logits", m->dtype, 2, n, v, 1, 1, &logits));
         if (pass) {
-            int32_t *all = ith_malloc(n * 4);
+            int32_t *all = ith_malloc(n * 4 + 4);
             for (int64_t i = 0; i < n; i++)
                 all[i] = (int32_t)i;
             ith_device *d = ctx->device;
-            die_on(d->upload(d, ids.data, batch->ids, n * 4, &err));
-            die_on(d->upload(d, pos.data, batch->position_ids, n * 4, &err));
+            die_on(d->upload(d, ids.data, batch->ids + begin, n * 4, &err));
+            die_on(d->upload(d, pos.data, batch->position_ids + begin, n * 4, &err));
             die_on(d->upload(d, rows.data, all, n * 4, &err));
             die_on(d->upload(d, cu.data, batch->cu_seqlens, (batch->num_docs + 1) * 4, &err));
             if (batch->noisy)
@@ -264,6 +330,7 @@ static void check_logits(bench *b, const ith_micro_batch *batch, mask_kind mask,
         for (int64_t i = 0; i < batch->num_docs; i++)
             max_len = ith_max_i64(max_len, batch->cu_seqlens[i + 1] - batch->cu_seqlens[i]);
         ith_batch dev = {.num_tokens = n,
+                         .group_tokens = batch->num_tokens,
                          .ids = ids,
                          .position_ids = pos,
                          .seqs = {.cu_seqlens = cu,
@@ -288,12 +355,18 @@ static void check_logits(bench *b, const ith_micro_batch *batch, mask_kind mask,
     }
     float *got = floats(ctx, logits);
     double worst = 0, largest = 0;
-    ITH_ASSERT(ith_st_numel(want) <= n * v); /* diffusion: of the noisy rows, which come first */
+    for (int64_t i = 0; i < n * v; i++) {
+        int64_t row = origin[begin + i / v];
+        if (row * v >= ith_st_numel(want)) /* diffusion: only the noisy rows, which come first */
+            break;
+        float ref = 0;
+        memcpy(&ref, (const char *)want->data + (row * v + i % v) * 4, 4);
+        double diff = fabs((double)got[i] - (double)ref);
+        worst = diff > worst || isnan(diff) ? diff : worst;
+    }
     for (int64_t i = 0; i < ith_st_numel(want); i++) {
         float ref = 0;
         memcpy(&ref, (const char *)want->data + i * 4, 4);
-        double diff = fabs((double)got[i] - (double)ref);
-        worst = diff > worst || isnan(diff) ? diff : worst;
         largest = fmax(largest, fabs((double)ref));
     }
     record(r, worst / largest, 2e-5, "%s logits", what);
@@ -309,7 +382,7 @@ static void check_pieces(bench *b, ith_tensor flat, const char *dir, const char 
     ith_st_reader *reader = NULL;
     ith_path_join(&path, dir, sub);
     die_on(ith_st_open(&reader, path.data, &err));
-    float *all = floats(&b->session.ctx, flat);
+    float *all = whole(b, flat);
     double worst = 0;
     for (int64_t i = 0; i < b->model->num_pieces; i++) {
         const ith_hf_piece *p = &b->model->pieces[i];
@@ -336,11 +409,14 @@ static void check_batch(const golden *g, const options *o, const ith_micro_batch
                         const char *grads, results *r)
 {
     bench b;
+    int32_t *origin = NULL;
+    ith_micro_batch mine = deal(batch, o->mesh, &origin);
     open_bench(&b, g, o, batch, mask, 0);
     if (logits)
-        check_logits(&b, batch, mask, logits, r, what);
+        check_logits(&b, o, &mine, origin, mask, logits, r, what);
     ith_step_begin(b.step, batch->weight_sum);
-    die_on(ith_step_micro(b.step, batch));
+    die_on(ith_step_micro(b.step, &mine));
+    die_on(ith_step_reduce(b.step));
     double got = 0;
     ith_ctx *ctx = &b.session.ctx;
     die_on(ctx->device->download(ctx->device, &got, b.step->loss_sum.data, sizeof got, &err));
@@ -350,10 +426,14 @@ static void check_batch(const golden *g, const options *o, const ith_micro_batch
         check_pieces(&b, b.model->grad, g->dir, grads, 1e-4, r);
     for (int c = 0; c < ITH_MEM_CLASSES;
          c++) /* the batch is as large as planned: no byte more, no byte less */
-        if (c != ITH_MEM_OPTIMIZER &&
-            ith_plan_high(ctx->plan, (ith_mem_class)c) > ith_plan_peak(ctx->plan, (ith_mem_class)c))
-            record(r, 1, 0, "%s memory %s", what, ith_mem_class_name((ith_mem_class)c));
+        record(r,
+               (double)(c != ITH_MEM_OPTIMIZER && ith_plan_high(ctx->plan, (ith_mem_class)c) >
+                                                      ith_plan_peak(ctx->plan, (ith_mem_class)c)),
+               0, "planned memory of %s, %s", what, ith_mem_class_name((ith_mem_class)c));
     close_bench(&b);
+    ith_free(mine.noisy);
+    free_batch(&mine);
+    ith_free(origin);
 }
 
 static double number_or(const json_t *json, double otherwise)
@@ -372,12 +452,14 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
                          (float)number(a, "weight_decay"),
                          0};
     bench b;
+    int32_t *origin = NULL;
+    ith_micro_batch mine = deal(batch, o->mesh, &origin);
     open_bench(&b, g, o, batch, mask, number(a, "max_grad_norm"));
     for (int64_t i = 0; i < 3; i++) {
         ith_step_stats stats;
         h.step = i + 1;
         ith_step_begin(b.step, batch->weight_sum);
-        die_on(ith_step_micro(b.step, batch));
+        die_on(ith_step_micro(b.step, &mine));
         die_on(ith_step_end(b.step, h, &stats));
         double loss = json_number_value(json_array_get(json_object_get(a, "losses"), (size_t)i));
         double norm =
@@ -387,15 +469,20 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
         record(r, fabs(stats.grad_norm - norm) / norm, i ? 3e-3 : 1e-5, "adamw step %d grad norm",
                (int)i + 1);
     }
+    /* A rank whose slice is one token shorter, or whose group has no document, uses less. */
+    bool full = o->mesh->dp_size == 1 && batch->num_tokens % o->mesh->cp_size == 0;
     for (int c = 0; c < ITH_MEM_CLASSES; c++) {
         const ith_plan *plan = b.session.ctx.plan;
         int64_t planned = ith_plan_peak(plan, (ith_mem_class)c),
                 high = ith_plan_high(plan, (ith_mem_class)c);
-        record(r, fabs((double)(planned - high)), 0, "planned = used, %s",
-               ith_mem_class_name((ith_mem_class)c));
+        record(r, full ? fabs((double)(planned - high)) : fmax(0, (double)(high - planned)), 0,
+               "planned = used, %s", ith_mem_class_name((ith_mem_class)c));
     }
     check_pieces(&b, b.step->master.ndim ? b.step->master : b.model->w, g->dir, "after3", 1e-3, r);
     close_bench(&b);
+    ith_free(mine.noisy);
+    free_batch(&mine);
+    ith_free(origin);
 }
 
 typedef struct {
@@ -600,9 +687,14 @@ static void run_diffusion(golden *g, const options *o, results *r)
         const ith_st_entry *logits = kinds[k].logits ? entry_of(g, kinds[k].logits) : NULL;
         if (kinds[k].only_logits) {
             bench b;
+            int32_t *origin = NULL;
+            ith_micro_batch mine = deal(&batch, o->mesh, &origin);
             open_bench(&b, g, o, &batch, mask, 0);
-            check_logits(&b, &batch, mask, logits, r, kinds[k].what);
+            check_logits(&b, o, &mine, origin, mask, logits, r, kinds[k].what);
             close_bench(&b);
+            ith_free(mine.noisy);
+            free_batch(&mine);
+            ith_free(origin);
         } else {
             check_batch(g, o, &batch, mask, kinds[k].what, logits, number(g->json, kinds[k].loss),
                         kinds[k].grads, r);
@@ -649,6 +741,14 @@ static void run_golden(golden *g, const options *o, results *r)
     ith_free(ids);
     ith_free(labels);
     ith_free(packed_cu);
+}
+
+/* Each error becomes the largest of all ranks. */
+static void merge(const options *o, results *r)
+{
+    for (int64_t i = 0; i < r->count; i++)
+        die_on(ith_comm_all_reduce(o->mesh->world, &r->rows[i].error, 1, ITH_F64, ITH_REDUCE_MAX,
+                                   &err));
 }
 
 /* Prints the rows that fail, and the worst of each kind (first word of the name); returns the
@@ -700,6 +800,10 @@ static int64_t check_dir(const char *dir, const options *o)
         plain.reference = true;
         run_golden(&g, &plain, &yardstick);
     }
+    merge(o, &r);
+    merge(o, &yardstick);
+    if (o->mesh->world->rank > 0 && !freopen("/dev/null", "w", stdout)) /* rank 0 speaks */
+        exit(1);
     int64_t failures = report(&g, &r, o->dtype == ITH_BF16 ? &yardstick : NULL);
     ith_free(r.rows);
     ith_free(yardstick.rows);
@@ -711,35 +815,56 @@ static int64_t check_dir(const char *dir, const options *o)
     return failures;
 }
 
-int main(int argc, char **argv)
+static int run_dirs(int argc, char **argv, options *o, ith_comm *world)
 {
-    options o = {.device = ITH_USE_CPU, .dtype = ITH_F32, .keep = -1};
     int64_t failures = 0, dirs = 0;
+    ith_mesh mesh = {0};
     for (int i = 1; i < argc; i++) {
         const char *a = argv[i], *eq = strchr(a, '=');
         if (eq && strncmp(a, "device=", 7) == 0)
-            o.device = strcmp(eq, "=cuda") == 0 ? ITH_USE_CUDA : ITH_USE_CPU;
+            o->device = strcmp(eq, "=cuda") == 0 ? ITH_USE_CUDA : ITH_USE_CPU;
         else if (eq && strncmp(a, "dtype=", 6) == 0)
-            o.dtype = strcmp(eq, "=bfloat16") == 0 ? ITH_BF16 : ITH_F32;
+            o->dtype = strcmp(eq, "=bfloat16") == 0 ? ITH_BF16 : ITH_F32;
         else if (eq && strncmp(a, "threads=", 8) == 0)
-            o.threads = (int)strtol(eq + 1, NULL, 10);
+            o->threads = (int)strtol(eq + 1, NULL, 10);
         else if (eq && strncmp(a, "chunk=", 6) == 0)
-            o.chunk = strtoll(eq + 1, NULL, 10);
+            o->chunk = strtoll(eq + 1, NULL, 10);
+        else if (eq && strncmp(a, "zero=", 5) == 0)
+            o->zero = (int)strtol(eq + 1, NULL, 10);
+        else if (eq && strncmp(a, "cp=", 3) == 0)
+            o->cp = strtoll(eq + 1, NULL, 10);
         else if (eq && strncmp(a, "keep=", 5) == 0)
-            o.keep = strcmp(eq, "=all") == 0         ? ITH_KEEP_ALL
-                     : strcmp(eq, "=attention") == 0 ? ITH_KEEP_ATTENTION
-                     : strcmp(eq, "=host") == 0      ? ITH_KEEP_HOST
-                                                     : ITH_KEEP_INPUT;
+            o->keep = strcmp(eq, "=all") == 0         ? ITH_KEEP_ALL
+                      : strcmp(eq, "=attention") == 0 ? ITH_KEEP_ATTENTION
+                      : strcmp(eq, "=host") == 0      ? ITH_KEEP_HOST
+                                                      : ITH_KEEP_INPUT;
         else if (eq && strcmp(a, "backend=ref") == 0)
-            o.reference = true;
+            o->reference = true;
         else if (!ith_path_is_dir(a))
             return fprintf(stderr, "golden_check: %s is not here\n", a), 77;
+        else if (o->cp < 1 || world->size % o->cp != 0)
+            return fprintf(stderr, "golden_check: cp=%lld does not divide %lld ranks\n",
+                           (long long)o->cp, (long long)world->size),
+                   2;
         else {
-            failures += check_dir(a, &o);
+            die_on(ith_mesh_open(&mesh, world, o->cp, &err));
+            o->mesh = &mesh;
+            failures += check_dir(a, o);
+            ith_mesh_close(&mesh);
             dirs++;
         }
     }
     if (!dirs)
         return fprintf(stderr, "golden_check: no directory given\n"), 2;
     return failures ? 1 : 0;
+}
+
+int main(int argc, char **argv)
+{
+    options o = {.device = ITH_USE_CPU, .dtype = ITH_F32, .keep = -1, .cp = 1};
+    ith_comm *world = NULL;
+    die_on(ith_comm_open_world(&world, 120, &err));
+    int code = run_dirs(argc, argv, &o, world);
+    ith_comm_close(world);
+    return code;
 }

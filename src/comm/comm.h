@@ -1,0 +1,102 @@
+/* comm.h - a group of ranks and what they do together.
+ *
+ * A driver (comm_self.c, comm_mpi.c) only moves bytes between ranks: one exchange in which every
+ * rank sends a block to every rank. All collectives are built from it here, once, so every driver
+ * gives the same bits. Invariants:
+ * 1. A collective is called by every rank of its group, in the same order, or by none.
+ * 2. Sums are taken in rank order, f32 in double, rounded once: the result is the same on all ranks
+ *    and on every run, and reduce_scatter gives the bits of all_reduce.
+ * 3. Sizes are int64_t; a driver cuts what its library cannot take at once.
+ * 4. No allocation after open and split: scratch of ITH_COMM_SCRATCH_BYTES and the block lists
+ *    belong to the group.
+ * Buffers are host memory and may be reused on return. A group of one rank does nothing. */
+#ifndef ITH_COMM_COMM_H
+#define ITH_COMM_COMM_H
+
+#include "tensor/dtype.h"
+
+#define ITH_COMM_SCRATCH_BYTES ((int64_t)4 << 20)
+
+typedef struct ith_comm ith_comm;
+
+/* Block j of `send` goes to rank j; block j of `recv` comes from rank j. Offsets and sizes in
+ * bytes. Both sides of a pair name the same size; an empty block sends nothing. */
+typedef struct {
+    const void *send;
+    const int64_t *send_at, *send_bytes; /* [size] */
+    void *recv;
+    const int64_t *recv_at, *recv_bytes; /* [size] */
+} ith_exchange;
+
+typedef struct {
+    const char *name; /* "self", "mpi" */
+    /* Moves the blocks, the own one included. */
+    ith_status (*exchange)(ith_comm *comm, const ith_exchange *x, ith_error *err);
+    /* A new driver state for the ranks of the same color, in the order of their ranks. */
+    ith_status (*split)(ith_comm *comm, int64_t color, void **state, int64_t *rank, int64_t *size,
+                        ith_error *err);
+    void (*close)(ith_comm *comm);
+    /* Ends all ranks of the job now. */
+    void (*abort)(ith_comm *comm, int exit_code);
+} ith_comm_driver;
+
+struct ith_comm {
+    const ith_comm_driver *driver;
+    void *state;
+    int64_t rank, size;
+    int64_t local_rank, local_size; /* among the ranks of this machine; world only */
+    double timeout_s;               /* of a rank that does not answer */
+    /* since open, for reports and tests */
+    int64_t bytes_sent; /* to other ranks */
+    int64_t exchanges;
+    double seconds;
+    /* own memory */
+    void *scratch;
+    int64_t *lists; /* [5 * size + 1] */
+};
+
+/* All ranks of the job: over MPI when a launcher (mpirun, srun) started several, else this process
+ * alone. The program starts without MPI; a job of many ranks without the plug-in is one line. */
+ith_status ith_comm_open_world(ith_comm **out, double timeout_s, ith_error *err);
+/* True when a launcher started this process as one of several. */
+bool ith_comm_is_launched(void);
+/* One rank. */
+ith_status ith_comm_open_self(ith_comm **out, ith_error *err);
+/* Collective: ranks of the same color become a group, in rank order. */
+ith_status ith_comm_split(ith_comm *comm, int64_t color, ith_comm **out, ith_error *err);
+void ith_comm_close(ith_comm *comm); /* NULL is fine */
+/* For a failure between fixed points, where the others cannot be asked: ends the whole job. */
+void ith_comm_abort(ith_comm *comm, int exit_code);
+
+typedef enum { ITH_REDUCE_SUM, ITH_REDUCE_MAX } ith_reduce;
+
+ith_status ith_comm_exchange(ith_comm *comm, const ith_exchange *x, ith_error *err);
+ith_status ith_comm_barrier(ith_comm *comm, ith_error *err);
+ith_status ith_comm_broadcast(ith_comm *comm, void *data, int64_t bytes, int64_t root,
+                              ith_error *err);
+/* recv: [size] blocks of `bytes`, in rank order; send may be this rank's block of recv. */
+ith_status ith_comm_all_gather(ith_comm *comm, void *recv, const void *send, int64_t bytes,
+                               ith_error *err);
+/* Rank r owns elements [first[r], first[r + 1]) of data, of elem_bytes each; afterwards all ranks
+ * have all. */
+ith_status ith_comm_all_gather_v(ith_comm *comm, void *data, const int64_t *first,
+                                 int64_t elem_bytes, ith_error *err);
+/* data: F32, F64 or I64, in place. A NaN anywhere is NaN in the maximum. */
+ith_status ith_comm_all_reduce(ith_comm *comm, void *data, int64_t count, ith_dtype dtype,
+                               ith_reduce op, ith_error *err);
+/* Elements [first[r], first[r + 1]) of rank r become the reduction; the others keep this rank's
+ * values. */
+ith_status ith_comm_reduce_scatter_v(ith_comm *comm, void *data, const int64_t *first,
+                                     ith_dtype dtype, ith_reduce op, ith_error *err);
+
+/* Fixed point of a run: every rank brings its status. When one failed, all return the failure of
+ * the lowest failing rank, with its text behind "rank R: " in err. */
+ith_status ith_comm_agree(ith_comm *comm, ith_status status, ith_error *err);
+
+/* For drivers: the group around their state. */
+ith_status ith_comm_wrap(ith_comm **out, const ith_comm_driver *driver, void *state, int64_t rank,
+                         int64_t size, double timeout_s, ith_error *err);
+
+extern const ith_comm_driver ith_comm_driver_self;
+
+#endif

@@ -1,0 +1,209 @@
+/* model_shard.c - a model whose buffers are cut among the ranks (parallel/shard.h): the gather and
+ * release verbs of the walks, sums of gradients, and reading a shard's pieces on rank 0.
+ * Invariants: 1. every rank calls these in the same order. 2. Parameters of a block that is not
+ * whole are bound to its window only between its verbs. */
+#include "model/model.h"
+
+typedef ith_tensor T;
+
+static int64_t num_blocks(const ith_model *m)
+{
+    return m->config->num_hidden_layers + 2;
+}
+
+void ith_model_blocks(const ith_model *m, int64_t *out)
+{
+    int64_t layers = m->config->num_hidden_layers;
+    out[0] = 0;
+    for (int64_t l = 0; l < layers; l++) {
+        int64_t first = m->num_elements;
+        for (int k = 0; k < ITH_LAYER_PARAMS; k++) {
+            int32_t p = m->layer_param[l * ITH_LAYER_PARAMS + k];
+            if (p >= 0)
+                first = ith_min_i64(first, m->params[p].first);
+        }
+        out[1 + l] = first;
+        ITH_ASSERT(first > out[l]);
+    }
+    out[1 + layers] = m->params[m->final_norm].first;
+    out[2 + layers] = m->num_elements;
+    ITH_ASSERT(out[1 + layers] > out[layers]);
+}
+
+static int64_t block_elements(const ith_model *m, int64_t block)
+{
+    return m->shard->block_first[block + 1] - m->shard->block_first[block];
+}
+
+/* The first or the last block in a buffer of both. */
+static T end_of(const ith_model *m, T ends, int64_t block)
+{
+    int64_t first = block_elements(m, 0);
+    return block == 0 ? ith_row_range(ends, 0, first) : ith_row_range(ends, first, ends.shape[0]);
+}
+
+static T window_of(const ith_model *m, T window, int64_t block)
+{
+    return ith_row_range(window, 0, block_elements(m, block));
+}
+
+static void bind(ith_model *m, int64_t block, const T *w, const T *grad)
+{
+    int64_t first = m->shard->block_first[block], end = m->shard->block_first[block + 1];
+    for (int64_t i = 0; i < m->num_params; i++) {
+        ith_param *p = &m->params[i];
+        if (p->first < first || p->first >= end)
+            continue;
+        if (w)
+            p->w = ith_param_view(p, *w, first);
+        if (grad)
+            p->grad = ith_param_view(p, *grad, first);
+    }
+}
+
+ith_status ith_model_place_sharded(ith_model *m, ith_ctx *ctx, bool training)
+{
+    int64_t last = num_blocks(m) - 1, largest = 0, ends = 0;
+    m->ends_w = m->ends_grad = m->window_w = m->window_grad = ith_tensor_none();
+    if (m->zero_stage < 2)
+        return ITH_OK;
+    for (int64_t b = 1; b < last; b++)
+        largest = ith_max_i64(largest, block_elements(m, b));
+    ends = block_elements(m, 0) + block_elements(m, last);
+    if (m->zero_stage >= 3) {
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "embeddings and head", m->dtype, 1, ends, 1, 1,
+                             1, &m->ends_w));
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "gathered layer", m->dtype, 1, largest, 1, 1, 1,
+                             &m->window_w));
+    }
+    if (training) {
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_GRADS, "gradients of embeddings and head", ITH_F32, 1,
+                             ends, 1, 1, 1, &m->ends_grad));
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_GRADS, "gradients of a layer", ITH_F32, 1, largest, 1, 1,
+                             1, &m->window_grad));
+        ITH_TRY(ith_zero(ctx, m->ends_grad));
+    }
+    for (int64_t b = 0; b <= last; b++) {
+        bool is_end = b == 0 || b == last;
+        T w = !m->ends_w.ndim ? m->ends_w
+              : is_end        ? end_of(m, m->ends_w, b)
+                              : window_of(m, m->window_w, b);
+        T grad = !m->ends_grad.ndim ? m->ends_grad
+                 : is_end           ? end_of(m, m->ends_grad, b)
+                                    : window_of(m, m->window_grad, b);
+        bind(m, b, m->ends_w.ndim ? &w : NULL, m->ends_grad.ndim ? &grad : NULL);
+    }
+    return ITH_OK;
+}
+
+/* whole <- the slices of all ranks; whole holds exactly the block. */
+static ith_status gather_block(ith_model *m, ith_ctx *ctx, int64_t block, T whole)
+{
+    T own = ith_shard_slice(m->shard, block, m->w);
+    int64_t size = ith_dtype_bytes(whole.dtype),
+            at = ith_shard_slice_first(m->shard, block) - m->shard->block_first[block];
+    if (!ith_ctx_counting(ctx) && own.shape[0] > 0)
+        ITH_TRY(ctx->device->copy(ctx->device, (char *)whole.data + at * size, own.data,
+                                  ith_tensor_bytes(own), ctx->err));
+    return ith_shard_gather(m->shard, ctx, block, whole);
+}
+
+ith_status ith_model_gather_layer(ith_model *m, ith_ctx *ctx, int64_t layer)
+{
+    if (m->zero_stage < 3)
+        return ITH_OK;
+    return gather_block(m, ctx, 1 + layer, window_of(m, m->window_w, 1 + layer));
+}
+
+ith_status ith_model_open_grads(ith_model *m, ith_ctx *ctx, int64_t layer)
+{
+    if (m->zero_stage < 2)
+        return ITH_OK;
+    return ith_zero(ctx, window_of(m, m->window_grad, 1 + layer));
+}
+
+/* The own slice of the block's sum is added to the shard. */
+static ith_status reduce_into_shard(ith_model *m, ith_ctx *ctx, int64_t block, T grad)
+{
+    T own, sum = ith_shard_slice(m->shard, block, m->grad);
+    ITH_TRY(ith_shard_reduce(m->shard, ctx, block, grad, &own));
+    return own.shape[0] > 0 ? ith_add(ctx, sum, sum, own) : ITH_OK;
+}
+
+ith_status ith_model_close_grads(ith_model *m, ith_ctx *ctx, int64_t layer)
+{
+    if (m->zero_stage < 2)
+        return ITH_OK;
+    return reduce_into_shard(m, ctx, 1 + layer, window_of(m, m->window_grad, 1 + layer));
+}
+
+ith_status ith_model_reduce_grads(ith_model *m, ith_ctx *ctx)
+{
+    int64_t last = num_blocks(m) - 1;
+    T own;
+    if (m->zero_stage == 0)
+        return ith_mesh_sum_world(m->mesh, ctx, m->grad);
+    for (int64_t b = 0; b <= last; b++) {
+        int64_t first = m->shard->block_first[b], end = m->shard->block_first[b + 1];
+        if (m->zero_stage == 1)
+            ITH_TRY(ith_shard_reduce(m->shard, ctx, b, ith_row_range(m->grad, first, end), &own));
+        else if (b == 0 || b == last)
+            ITH_TRY(reduce_into_shard(m, ctx, b, end_of(m, m->ends_grad, b)));
+    }
+    return m->zero_stage == 1 ? ITH_OK : ith_zero(ctx, m->ends_grad);
+}
+
+ith_status ith_model_refresh_weights(ith_model *m, ith_ctx *ctx)
+{
+    int64_t last = num_blocks(m) - 1;
+    for (int64_t b = 0; m->zero_stage > 0 && b <= last; b++) {
+        int64_t first = m->shard->block_first[b], end = m->shard->block_first[b + 1];
+        if (m->zero_stage < 3)
+            ITH_TRY(ith_shard_gather(m->shard, ctx, b, ith_row_range(m->w, first, end)));
+        else if (b == 0 || b == last)
+            ITH_TRY(gather_block(m, ctx, b, end_of(m, m->ends_w, b)));
+    }
+    return ITH_OK;
+}
+
+/* ---- reading shards on rank 0 ---- */
+
+/* What rank 0 tells the others: elements [first, first + n) of sharded[which]; which < 0: done. */
+typedef struct {
+    int64_t which, first, n;
+} request;
+
+static ith_status tell(const ith_model *m, ith_ctx *ctx, request *r)
+{
+    return ith_comm_broadcast(m->mesh->world, r, sizeof *r, 0, ctx->err);
+}
+
+ith_status ith_model_ask(const ith_model *m, ith_ctx *ctx, ith_tensor flat, int64_t first,
+                         int64_t n, void *out)
+{
+    request r = {0, first, n};
+    while (r.which < m->num_sharded && m->sharded[r.which].data != flat.data)
+        r.which++;
+    ITH_ASSERT(r.which < m->num_sharded && m->mesh->world->rank == 0);
+    ITH_TRY(tell(m, ctx, &r));
+    return ith_shard_fetch(m->shard, ctx, flat, first, n, out);
+}
+
+ith_status ith_model_serve(ith_model *m, ith_ctx *ctx)
+{
+    request r = {0, 0, 0};
+    while (m->zero_stage > 0) {
+        ITH_TRY(tell(m, ctx, &r));
+        if (r.which < 0)
+            break;
+        ITH_ASSERT(r.which < m->num_sharded);
+        ITH_TRY(ith_shard_fetch(m->shard, ctx, m->sharded[r.which], r.first, r.n, NULL));
+    }
+    return ITH_OK;
+}
+
+ith_status ith_model_serve_end(const ith_model *m, ith_ctx *ctx)
+{
+    request r = {-1, 0, 0};
+    return m->zero_stage > 0 ? tell(m, ctx, &r) : ITH_OK;
+}

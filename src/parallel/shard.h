@@ -1,0 +1,50 @@
+/* shard.h - flat buffers cut among the ranks: ZeRO (Rajbhandari et al. 2020).
+ *
+ * The flat layout of a model is a row of blocks: embeddings, one per layer, the rest. Every block
+ * is cut into one slice per rank, so that a block is gathered or reduced by all ranks at once; the
+ * shard of a rank is its slices, one after the other. A tensor is whole or a shard, told apart by
+ * its size. Sums are in rank order, in double: the slices of a reduce-scatter have the bits of an
+ * all-reduce. All calls but the views are collective over the world; while the plan counts, nothing
+ * is sent. */
+#ifndef ITH_PARALLEL_SHARD_H
+#define ITH_PARALLEL_SHARD_H
+
+#include "parallel/mesh.h"
+
+typedef struct {
+    const ith_mesh *mesh;
+    int64_t num_blocks;
+    int64_t *block_first; /* [num_blocks + 1] elements of the flat layout */
+    int64_t *shard_first; /* [num_blocks + 1] where a block's slice begins in the shard */
+    int64_t *cuts;        /* [world + 1] of the running call */
+    int64_t *lists;       /* [4 * world] likewise */
+} ith_shard;
+
+/* block_first is copied; borders are multiples of 128 elements, and so are all cuts. */
+ith_status ith_shard_init(ith_shard *shard, const ith_mesh *mesh, const int64_t *block_first,
+                          int64_t num_blocks, ith_error *err);
+void ith_shard_deinit(ith_shard *shard);
+/* Elements of this rank's shard. */
+int64_t ith_shard_elements(const ith_shard *shard);
+
+/* This rank's slice of a block, in a whole tensor or in a shard; absent of an absent tensor. */
+ith_tensor ith_shard_slice(const ith_shard *shard, int64_t block, ith_tensor t);
+/* First element of it in the flat layout. */
+int64_t ith_shard_slice_first(const ith_shard *shard, int64_t block);
+
+/* t holds exactly the block (a view, or a buffer of its own): the own slice becomes the sum over
+ * all ranks (f32). Returns a view of it. */
+ith_status ith_shard_reduce(ith_shard *shard, ith_ctx *ctx, int64_t block, ith_tensor t,
+                            ith_tensor *own);
+/* t holds exactly the block; the slices of the others are filled. */
+ith_status ith_shard_gather(ith_shard *shard, ith_ctx *ctx, int64_t block, ith_tensor t);
+/* Elements [first, first + n) of the flat layout, of one block, from the shards to `out` on rank 0
+ * (out may be NULL elsewhere). t: this rank's shard. */
+ith_status ith_shard_fetch(ith_shard *shard, ith_ctx *ctx, ith_tensor t, int64_t first, int64_t n,
+                           void *out);
+/* The part of [first, first + n) that is in this rank's shard: *from elements behind first, *at in
+ * the shard; returns how many, 0 for none. The range is within one block. */
+int64_t ith_shard_overlap(const ith_shard *shard, int64_t first, int64_t n, int64_t *from,
+                          int64_t *at);
+
+#endif

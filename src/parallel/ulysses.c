@@ -1,0 +1,309 @@
+/* ulysses.c - packing, one exchange, unpacking.
+ * Invariants: 1. a block between two ranks is [tokens of the slice owner, heads of the head owner],
+ * in both directions, so an exchange and its adjoint send the same bytes back. 2. The head owner
+ * never packs: its side is whole rows. */
+#include "parallel/ulysses.h"
+
+#include <string.h>
+
+typedef ith_tensor T;
+
+ith_head_share ith_ulysses_share(int64_t q_heads, int64_t kv_heads, int64_t cp_size, int64_t rank)
+{
+    int64_t group = ith_div_exact(q_heads, kv_heads);
+    ITH_ASSERT(cp_size >= 1 && rank >= 0 && rank < cp_size && cp_size <= q_heads);
+    if (cp_size <= kv_heads) {
+        int64_t first = rank * kv_heads / cp_size, end = (rank + 1) * kv_heads / cp_size;
+        return (ith_head_share){first * group, (end - first) * group, first, end - first};
+    }
+    int64_t kv = rank * kv_heads / cp_size, first_rank = ith_div_ceil(kv * cp_size, kv_heads);
+    int64_t ranks = ith_div_ceil((kv + 1) * cp_size, kv_heads) - first_rank, i = rank - first_rank;
+    int64_t begin = i * group / ranks, end = (i + 1) * group / ranks;
+    ITH_ASSERT(end > begin);
+    return (ith_head_share){kv * group + begin, end - begin, kv, 1};
+}
+
+ith_head_share ith_ulysses_own_share(const ith_mesh *mesh, int64_t q_heads, int64_t kv_heads)
+{
+    return mesh ? ith_ulysses_share(q_heads, kv_heads, mesh->cp_size, mesh->cp_rank)
+                : (ith_head_share){0, q_heads, 0, kv_heads};
+}
+
+/* ---- rows on the host ---- */
+
+typedef struct {
+    char *dst;
+    const char *src;
+    int64_t dst_stride, src_stride, bytes; /* of a row */
+} row_copy;
+
+static void copy_rows_task(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const row_copy *c = arg;
+    (void)thread;
+    for (int64_t i = begin; i < end; i++)
+        memcpy(c->dst + i * c->dst_stride, c->src + i * c->src_stride, (size_t)c->bytes);
+}
+
+/* 2-D views of one type and shape, rows of any stride. */
+static void copy_rows(ith_ctx *ctx, T dst, T src)
+{
+    int64_t size = ith_dtype_bytes(dst.dtype);
+    ITH_ASSERT(dst.ndim == 2 && src.ndim == 2 && dst.dtype == src.dtype);
+    ITH_ASSERT(dst.shape[0] == src.shape[0] && dst.shape[1] == src.shape[1]);
+    row_copy c = {dst.data, src.data, dst.stride[0] * size, src.stride[0] * size,
+                  dst.shape[1] * size};
+    if (dst.shape[0] > 0 && c.bytes > 0)
+        ith_pool_for(ctx->pool, dst.shape[0], ith_max_i64(1, 65536 / c.bytes), copy_rows_task, &c);
+}
+
+/* Heads [first, first + count) of [rows, H, Dh] as 2-D columns. */
+static T head_cols(T t, int64_t first, int64_t count)
+{
+    ITH_ASSERT(t.ndim == 3 && t.stride[1] == t.shape[2] && t.stride[2] == 1);
+    T all = {
+        t.data, t.dtype, 2, {t.shape[0], t.shape[1] * t.shape[2], 1, 1}, {t.stride[0], 1, 1, 1}};
+    return ith_col_range(all, first * t.shape[2], (first + count) * t.shape[2]);
+}
+
+/* ---- blocks between ranks ---- */
+
+/* Columns of a block: q heads, then (with_kv) k heads and v heads, of rank j. */
+static int64_t block_width(const ith_head_share *s, bool with_kv, int64_t dim)
+{
+    return (s->q_count + (with_kv ? 2 * s->kv_count : 0)) * dim;
+}
+
+typedef struct {
+    const ith_mesh *mesh;
+    int64_t n, tokens; /* of the group, of this rank */
+    int64_t q_heads, kv_heads, dim;
+    bool with_kv;
+    ith_dtype dtype;
+} layout;
+
+static layout make_layout(const ith_mesh *mesh, int64_t n, int64_t tokens, T q, int64_t q_heads,
+                          int64_t kv_heads, bool with_kv)
+{
+    layout l = {mesh, n, tokens, q_heads, kv_heads, q.shape[2], with_kv, q.dtype};
+    return l;
+}
+
+static ith_head_share share_of(const layout *l, int64_t rank)
+{
+    return ith_ulysses_share(l->q_heads, l->kv_heads, l->mesh->cp_size, rank);
+}
+
+static int64_t own_width(const layout *l)
+{
+    ith_head_share s = share_of(l, l->mesh->cp_rank);
+    return block_width(&s, l->with_kv, l->dim);
+}
+
+/* Elements that a rank's tokens are in all blocks together. */
+static int64_t staged_elements(const layout *l)
+{
+    int64_t width = 0;
+    for (int64_t j = 0; j < l->mesh->cp_size; j++) {
+        ith_head_share s = share_of(l, j);
+        width += block_width(&s, l->with_kv, l->dim);
+    }
+    return l->tokens * width;
+}
+
+/* Block of rank j in the staging: [tokens, width_j]. */
+static T staged_block(const layout *l, T staging, int64_t j, ith_head_share *share)
+{
+    int64_t before = 0;
+    for (int64_t i = 0; i < j; i++) {
+        ith_head_share s = share_of(l, i);
+        before += block_width(&s, l->with_kv, l->dim);
+    }
+    *share = share_of(l, j);
+    char *data = (char *)staging.data + l->tokens * before * ith_dtype_bytes(l->dtype);
+    return ith_tensor_2d(data, l->dtype, l->tokens, block_width(share, l->with_kv, l->dim));
+}
+
+/* staging -> rows [n, own width] (to_heads), or back. */
+static ith_status exchange(const layout *l, ith_ctx *ctx, T staging, T rows, bool to_heads)
+{
+    const ith_mesh *m = l->mesh;
+    int64_t size = ith_dtype_bytes(l->dtype), width = own_width(l), p = m->cp_size;
+    int64_t *staged_at = m->lists, *staged_bytes = m->lists + p, *rows_at = m->lists + 2 * p,
+            *rows_bytes = m->lists + 3 * p;
+    ITH_ASSERT(ctx->device == ith_device_cpu());
+    for (int64_t j = 0; j < p; j++) {
+        ith_head_share s;
+        T block = staged_block(l, staging, j, &s);
+        staged_at[j] = (const char *)block.data - (const char *)staging.data;
+        staged_bytes[j] = ith_tensor_bytes(block);
+        rows_at[j] = ith_cp_first(m, l->n, j) * width * size;
+        rows_bytes[j] = (ith_cp_first(m, l->n, j + 1) - ith_cp_first(m, l->n, j)) * width * size;
+    }
+    ith_exchange forth = {staging.data, staged_at, staged_bytes, rows.data, rows_at, rows_bytes};
+    ith_exchange back = {rows.data, rows_at, rows_bytes, staging.data, staged_at, staged_bytes};
+    return ith_comm_exchange(m->cp, to_heads ? &forth : &back, ctx->err);
+}
+
+static ith_status push_staging(const layout *l, ith_ctx *ctx, T *out)
+{
+    return ith_ctx_push(ctx, ITH_MEM_COMM, "ulysses blocks", l->dtype, 1, staged_elements(l), 1, 1,
+                        1, out);
+}
+
+/* q, k, v of this rank's heads as views of rows [n, own width]. */
+static ith_qkv head_views(const layout *l, T rows)
+{
+    ith_head_share s = share_of(l, l->mesh->cp_rank);
+    int64_t q = s.q_count * l->dim, kv = s.kv_count * l->dim;
+    ith_qkv v = {ith_split_heads(ith_col_range(rows, 0, q), s.q_count),
+                 ith_split_heads(ith_col_range(rows, q, q + kv), s.kv_count),
+                 ith_split_heads(ith_col_range(rows, q + kv, q + 2 * kv), s.kv_count)};
+    return v;
+}
+
+/* ---- the verbs ---- */
+
+ith_status ith_ulysses_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv in,
+                                ith_qkv *out)
+{
+    if (ith_cp_size(mesh) == 1) {
+        *out = in;
+        return ITH_OK;
+    }
+    layout l = make_layout(mesh, n, in.q.shape[0], in.q, in.q.shape[1], in.k.shape[1], true);
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM);
+    T staging, rows;
+    ITH_TRY(push_staging(&l, ctx, &staging));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "q, k, v of all tokens", l.dtype, 2, n,
+                         own_width(&l), 1, 1, &rows));
+    *out = head_views(&l, rows);
+    if (!ith_ctx_counting(ctx)) {
+        for (int64_t j = 0; j < mesh->cp_size; j++) {
+            ith_head_share s;
+            T block = staged_block(&l, staging, j, &s);
+            int64_t q = s.q_count * l.dim, kv = s.kv_count * l.dim;
+            copy_rows(ctx, ith_col_range(block, 0, q), head_cols(in.q, s.q_first, s.q_count));
+            copy_rows(ctx, ith_col_range(block, q, q + kv),
+                      head_cols(in.k, s.kv_first, s.kv_count));
+            copy_rows(ctx, ith_col_range(block, q + kv, q + 2 * kv),
+                      head_cols(in.v, s.kv_first, s.kv_count));
+        }
+        ITH_TRY(exchange(&l, ctx, staging, rows, true));
+    }
+    ith_plan_release(ctx->plan, ITH_MEM_COMM, mark);
+    return ITH_OK;
+}
+
+ith_status ith_ulysses_push_gradient(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv in,
+                                     ith_qkv *out)
+{
+    if (ith_cp_size(mesh) == 1) {
+        *out = in;
+        return ITH_OK;
+    }
+    layout l = make_layout(mesh, n, in.q.shape[0], in.q, in.q.shape[1], in.k.shape[1], true);
+    T rows;
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "qkv gradient of all tokens", l.dtype, 2, n,
+                         own_width(&l), 1, 1, &rows));
+    *out = head_views(&l, rows);
+    return ITH_OK;
+}
+
+/* Gradient of the kv head from block j: the first rank that holds it writes, the others add. */
+static ith_status put_kv(ith_ctx *ctx, const ith_head_share *s, T block, int64_t q, ith_qkv din,
+                         int64_t next_kv)
+{
+    int64_t dim = din.k.shape[2], kv = s->kv_count * dim;
+    for (int64_t h = 0; h < s->kv_count; h++) {
+        T from[2] = {ith_col_range(block, q + h * dim, q + (h + 1) * dim),
+                     ith_col_range(block, q + kv + h * dim, q + kv + (h + 1) * dim)};
+        T to[2] = {head_cols(din.k, s->kv_first + h, 1), head_cols(din.v, s->kv_first + h, 1)};
+        for (int i = 0; i < 2; i++) {
+            if (s->kv_first + h >= next_kv)
+                copy_rows(ctx, to[i], from[i]);
+            else
+                ITH_TRY(ith_add(ctx, to[i], to[i], from[i]));
+        }
+    }
+    return ITH_OK;
+}
+
+ith_status ith_ulysses_to_heads_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv din,
+                                         ith_qkv dout)
+{
+    if (ith_cp_size(mesh) == 1)
+        return ITH_OK;
+    layout l = make_layout(mesh, n, din.q.shape[0], din.q, din.q.shape[1], din.k.shape[1], true);
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM), next_kv = 0;
+    T staging, rows = ith_tensor_2d(dout.q.data, l.dtype, n, own_width(&l));
+    ITH_ASSERT(dout.q.stride[0] == own_width(&l));
+    ITH_TRY(push_staging(&l, ctx, &staging));
+    if (!ith_ctx_counting(ctx)) {
+        ITH_TRY(exchange(&l, ctx, staging, rows, false));
+        for (int64_t j = 0; j < mesh->cp_size; j++) {
+            ith_head_share s;
+            T block = staged_block(&l, staging, j, &s);
+            int64_t q = s.q_count * l.dim;
+            copy_rows(ctx, head_cols(din.q, s.q_first, s.q_count), ith_col_range(block, 0, q));
+            ITH_TRY(put_kv(ctx, &s, block, q, din, next_kv));
+            next_kv = s.kv_first + s.kv_count;
+        }
+    }
+    ith_plan_release(ctx->plan, ITH_MEM_COMM, mark);
+    return ITH_OK;
+}
+
+ith_status ith_ulysses_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, int64_t q_heads,
+                                 int64_t kv_heads, ith_tensor o, ith_tensor *out)
+{
+    if (ith_cp_size(mesh) == 1) {
+        *out = o;
+        return ITH_OK;
+    }
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM);
+    int64_t tokens = ith_ctx_counting(ctx) ? ith_div_ceil(n, mesh->cp_size)
+                                           : ith_cp_end(mesh, n) - ith_cp_begin(mesh, n);
+    layout l = make_layout(mesh, n, tokens, o, q_heads, kv_heads, false);
+    T staging;
+    ITH_ASSERT(ith_is_contiguous(o) && o.shape[0] == n);
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention output of own tokens", l.dtype, 3,
+                         tokens, q_heads, l.dim, 1, out));
+    ITH_TRY(push_staging(&l, ctx, &staging));
+    if (!ith_ctx_counting(ctx)) {
+        ITH_TRY(exchange(&l, ctx, staging, o, false));
+        for (int64_t j = 0; j < mesh->cp_size; j++) {
+            ith_head_share s;
+            T block = staged_block(&l, staging, j, &s);
+            copy_rows(ctx, head_cols(*out, s.q_first, s.q_count), block);
+        }
+    }
+    ith_plan_release(ctx->plan, ITH_MEM_COMM, mark);
+    return ITH_OK;
+}
+
+ith_status ith_ulysses_to_tokens_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
+                                          int64_t kv_heads, ith_tensor dout, ith_tensor *do_)
+{
+    if (ith_cp_size(mesh) == 1) {
+        *do_ = dout;
+        return ITH_OK;
+    }
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM);
+    layout l = make_layout(mesh, n, dout.shape[0], dout, dout.shape[1], kv_heads, false);
+    ith_head_share own = share_of(&l, mesh->cp_rank);
+    T staging;
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention output gradient of all tokens", l.dtype,
+                         3, n, own.q_count, l.dim, 1, do_));
+    ITH_TRY(push_staging(&l, ctx, &staging));
+    if (!ith_ctx_counting(ctx)) {
+        for (int64_t j = 0; j < mesh->cp_size; j++) {
+            ith_head_share s;
+            T block = staged_block(&l, staging, j, &s);
+            copy_rows(ctx, block, head_cols(dout, s.q_first, s.q_count));
+        }
+        ITH_TRY(exchange(&l, ctx, staging, *do_, true));
+    }
+    ith_plan_release(ctx->plan, ITH_MEM_COMM, mark);
+    return ITH_OK;
+}

@@ -1,0 +1,131 @@
+#!/bin/sh
+# Whole runs on several ranks: the same losses, gradient norms and evaluation as on one, a checkpoint that goes on with
+# any number of ranks, and one message when something is wrong.  test_many_ranks.sh ITHACA WORK_DIR
+set -u
+ithaca=$1 work=$2
+command -v mpirun >/dev/null || { echo "mpirun is not here"; exit 77; }
+rm -rf "$work" && mkdir -p "$work" || exit 1
+failures=0
+fail() { echo "FAIL: $*"; failures=$((failures + 1)); }
+
+awk 'BEGIN {
+    srand(7); n = split("the ship of ulysses sails home over dark water while winds sing old songs of the sea", word, " ")
+    for (i = 0; i < 400; i++) { s = ""; for (j = 0; j < 12; j++) s = s word[int(rand() * n) + 1] " "; print s > "'"$work/book.txt"'" }
+    for (i = 0; i < 50; i++) {
+        q = a = ""; nq = 3 + int(rand() * 20); na = 2 + int(rand() * 40)
+        for (j = 0; j < nq; j++) q = q word[int(rand() * n) + 1] " "
+        for (j = 0; j < na; j++) a = a word[int(rand() * n) + 1] " "
+        printf "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"value\":\"%s\"}],\"loss_weight\":0.0},", q > "'"$work/data.jsonl"'"
+        printf "{\"role\":\"assistant\",\"content\":[{\"type\":\"text\",\"value\":\"%s\"}],\"loss_weight\":1.0}]}\n", a > "'"$work/data.jsonl"'"
+    } }'
+"$ithaca" init "$work/model" -s tiny --learn "$work/book.txt" --vocab-size 400 --dtype float32 >/dev/null 2>&1 ||
+    { echo "init failed"; exit 1; }
+cat > "$work/run.yaml" <<END
+model: $work/model
+train_dataset: $work/data.jsonl
+dtype: float32
+bf16: false
+micro_batch_size: 1
+global_batch_size: 8
+cutoff_len: 256
+max_steps: 4
+learning_rate: 1.0e-3
+eval_split_ratio: 0.1
+eval_strategy: steps
+eval_steps: 2
+save_steps: 2
+report_to: none
+device: cpu
+threads: 1
+END
+
+# train NAME key=value...
+train() {
+    name=$1; shift
+    timeout 120 "$ithaca" train "$work/run.yaml" "output_dir=$work/$name" "$@" >"$work/$name.out" 2>&1
+}
+# Losses, norms and evaluations of NAME against those of the run on one rank, 1e-5 relative.
+same() {
+    for key in loss grad_norm eval_loss; do
+        for run in one "$1"; do
+            grep -o "\"$key\": *[-0-9.e+]*" "$work/$run/trainer_log.jsonl" | sed 's/.*: *//' > "$work/$run.$key"
+        done
+        paste "$work/one.$key" "$work/$1.$key" | awk -v key="$key" '
+            { d = $1 - $2; if (d < 0) d = -d; if (NF != 2 || d > 1e-5 * ($1 < 0 ? -$1 : $1)) { bad = 1; print key, $1, $2 } }
+            END { exit bad || NR == 0 }' || fail "$1: $key differs from one rank"
+    done
+}
+
+train one || { cat "$work/one.out"; exit 1; }
+grep -q '"loss"' "$work/one/trainer_log.jsonl" || { echo "no loss in trainer_log.jsonl"; exit 1; }
+for layout in "dp2 dp_size=2" "cp2 cp_size=2" "cp3 cp_size=3" "cp4 cp_size=4" "dp2cp2 dp_size=2 cp_size=2" "dp8 ranks=8" \
+    "recompute cp_size=2 recompute=full" "verify dp_size=2 verify=true" "zero1 dp_size=2 zero_stage=1" \
+    "zero2 dp_size=2 cp_size=2 zero_stage=2" "zero3 dp_size=2 cp_size=2 zero_stage=3" "zero3dp8 ranks=8 zero_stage=3"; do
+    # shellcheck disable=SC2086
+    set -- $layout
+    train "$@" || { fail "$layout ended with $?"; tail -3 "$work/$1.out"; continue; }
+    same "$1"
+done
+
+# A checkpoint goes on with other layouts and stages: the second half has the same losses.
+for layout in "cp3 resume1 ranks=1" "cp3 resume4 cp_size=4" "cp3 resume2x2 dp_size=2 cp_size=2" "zero3 unzero ranks=1" \
+    "zero3 rezero cp_size=3 zero_stage=2" "one zeroed dp_size=2 cp_size=2 zero_stage=3"; do
+    # shellcheck disable=SC2086
+    set -- $layout
+    from=$1
+    shift
+    mkdir -p "$work/$1" && cp -r "$work/$from/checkpoint-2" "$work/$1/" && cp "$work/$from/trainer_log.jsonl" "$work/$1/"
+    train "$@" resume_from_checkpoint=auto || { fail "$layout ended with $?"; tail -3 "$work/$1.out"; continue; }
+    grep -q "resumed .*checkpoint-2" "$work/$1.out" || fail "$1: did not resume"
+    same "$1"
+done
+for name in cp3 zero3; do # rank 0 has put the shards together: the same tensors as of one rank, up to rounding
+    [ "$(stat -c %s "$work/$name/model.safetensors")" = "$(stat -c %s "$work/one/model.safetensors")" ] || fail "$name: model.safetensors"
+done
+
+# Wrong requests: exit 2 (1 for a run that failed), and one line, once.
+wrong() {
+    code=$1 text=$2; shift 2
+    train wrong "$@"
+    got=$?
+    [ $got = "$code" ] || fail "$*: exit code $got, expected $code"
+    [ "$(grep -c '^error: ' "$work/wrong.out")" = 1 ] || { fail "$*: not one error line"; cat "$work/wrong.out"; }
+    grep -q "$text" "$work/wrong.out" || { fail "$*: no '$text'"; cat "$work/wrong.out"; }
+}
+wrong 2 "cp_size: 8 is more than num_attention_heads 4" cp_size=8
+wrong 2 "cp_size: 2 does not divide the number of processes 3" ranks=3 cp_size=2
+wrong 2 "nowhere.jsonl" ranks=2 train_dataset=/nowhere.jsonl
+wrong 1 "cannot create directory" ranks=2 output_dir=/proc/nowhere
+
+# A plan of one rank of the job, without starting it.
+"$ithaca" plan "$work/run.yaml" "output_dir=$work/plan" cp_size=4 dp_size=2 zero_stage=3 >"$work/plan.out" 2>&1 ||
+    fail "plan ended with $?"
+for row in "ulysses blocks" "gradients of a layer"; do
+    grep -q "$row" "$work/plan.out" || fail "plan: no row '$row'"
+done
+
+# SIGTERM saves and stops; a killed rank ends the others.
+stop_with() {
+    train "$1" ranks=2 max_steps=100000 eval_strategy=no eval_split_ratio=0 save_steps=100000 eval_steps=null &
+    waiter=$!
+    for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+        sleep 0.5
+        grep -q "^step " "$work/$1.out" 2>/dev/null && break
+    done
+}
+stop_with term
+parent=$(pgrep -f "^$ithaca train .*output_dir=$work/term" | head -1)
+[ -n "$parent" ] && kill -TERM "$parent"
+wait $waiter
+[ $? = 1 ] || fail "SIGTERM: exit code is not 1"
+grep -q "stopped by a signal after saving" "$work/term.out" || { fail "SIGTERM: not told"; tail -3 "$work/term.out"; }
+ls -d "$work"/term/checkpoint-* >/dev/null 2>&1 || fail "SIGTERM: no checkpoint"
+stop_with kill
+victim=$(pgrep -f "^$ithaca train .*output_dir=$work/kill" | tail -1)
+began=$(date +%s)
+[ -n "$victim" ] && kill -KILL "$victim"
+wait $waiter && fail "killed rank: exit code is 0"
+[ $(($(date +%s) - began)) -le 20 ] || fail "killed rank: the others ended late"
+
+[ $failures = 0 ] && echo "all layouts agree"
+exit $((failures > 0))
