@@ -130,8 +130,29 @@ static ith_micro_batch batch_of(const int32_t *ids, const int32_t *labels, const
     return b;
 }
 
+/* Images of the case, with our own positions. */
+static void add_media(const golden *g, ith_micro_batch *b)
+{
+    const ith_st_entry *pixels = entry_of(g, "pixel_values"), *grid = entry_of(g, "image_grid_thw");
+    if (!pixels)
+        return;
+    b->num_grids = ith_st_numel(grid) / 3;
+    b->grids = (const ith_grid *)(const void *)ints(grid);
+    float *values = ith_malloc(ith_st_numel(pixels) * 4);
+    b->mrope = ith_malloc(3 * b->num_tokens * 4);
+    if (!values || !b->mrope)
+        exit(1);
+    memcpy(values, pixels->data, (size_t)ith_st_numel(pixels) * 4);
+    b->pixels = values;
+    die_on(ith_mrope_positions(&g->config, b->ids, b->cu_seqlens, b->num_docs, b->grids,
+                               b->num_grids, b->mrope, &err));
+}
+
 static void free_batch(ith_micro_batch *b)
 {
+    ith_free((void *)(uintptr_t)b->pixels);
+    ith_free((void *)(uintptr_t)b->grids);
+    ith_free(b->mrope);
     ith_free(b->ids);
     ith_free(b->position_ids);
     ith_free(b->labels);
@@ -154,6 +175,18 @@ typedef struct {
     ith_step *step;
 } bench;
 
+static ith_vision_limits vision_limits(const ith_micro_batch *batch)
+{
+    ith_vision_limits limits = {0};
+    for (int64_t i = 0; i < batch->num_grids; i++) {
+        limits.max_patches += ith_grid_patches(batch->grids[i]);
+        limits.max_segments += batch->grids[i].t;
+        limits.max_segment_patches =
+            ith_max_i64(limits.max_segment_patches, (int64_t)batch->grids[i].h * batch->grids[i].w);
+    }
+    return limits;
+}
+
 static void open_bench(bench *b, const golden *g, const options *o, const ith_micro_batch *batch,
                        mask_kind mask, double max_grad_norm)
 {
@@ -161,9 +194,12 @@ static void open_bench(bench *b, const golden *g, const options *o, const ith_mi
     die_on(ith_session_open(&b->session, o->device, 0, o->threads, false, &err));
     if (o->reference)
         b->session.ctx.backend = ith_backend_ref();
-    die_on(ith_model_create(&b->model, &g->config, o->dtype,
-                            ith_max_i64(batch->num_tokens, GREEDY_CAPACITY), &err));
+    int64_t positions = ith_max_i64(batch->num_tokens, GREEDY_CAPACITY);
+    die_on(batch->num_grids
+               ? ith_model_create_multimodal(&b->model, &g->config, o->dtype, positions, &err)
+               : ith_model_create(&b->model, &g->config, o->dtype, positions, &err));
     ith_step_config c = {.max_tokens = batch->num_tokens,
+                         .vision = vision_limits(batch),
                          .max_docs = batch->num_docs,
                          .max_labels = ith_max_i64(batch->num_labels, 1),
                          .max_doc_tokens = batch->num_tokens,
@@ -224,6 +260,7 @@ static void check_logits(bench *b, const ith_micro_batch *batch, mask_kind mask,
     ith_ctx *ctx = &b->session.ctx;
     ith_model *m = b->model;
     int64_t n = batch->num_tokens, v = m->config->vocab_size;
+    ith_vision_buffers vision;
     ith_plan *kept = ctx->plan,
              *own =
                  NULL; /* logits of all rows are not part of a training step: a plan of their own */
@@ -236,7 +273,10 @@ static void check_logits(bench *b, const ith_micro_batch *batch, mask_kind mask,
         for (int c = 0; c < ITH_MEM_CLASSES; c++)
             marks[c] = ith_plan_mark(own, (ith_mem_class)c);
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "ids", ITH_I32, 1, n, 1, 1, 1, &ids));
-        die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "pos", ITH_I32, 1, n, 1, 1, 1, &pos));
+        int64_t axes = m->has_vision ? 3 : 1;
+        die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "pos", ITH_I32, 1, axes * n, 1, 1, 1, &pos));
+        die_on(ith_vision_buffers_place(&vision, m, ctx, vision_limits(batch)));
+        ith_vision_batch media = ith_vision_buffers_largest(&vision, m);
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "rows", ITH_I32, 1, n, 1, 1, 1, &rows));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "cu", ITH_I32, 1, batch->num_docs + 1, 1, 1,
                             1, &cu));
@@ -252,7 +292,9 @@ static void check_logits(bench *b, const ith_micro_batch *batch, mask_kind mask,
                 all[i] = (int32_t)i;
             ith_device *d = ctx->device;
             die_on(d->upload(d, ids.data, batch->ids, n * 4, &err));
-            die_on(d->upload(d, pos.data, batch->position_ids, n * 4, &err));
+            die_on(d->upload(d, pos.data, batch->mrope ? batch->mrope : batch->position_ids,
+                             axes * n * 4, &err));
+            die_on(ith_vision_buffers_fill(&vision, m, ctx, batch, &media));
             die_on(d->upload(d, rows.data, all, n * 4, &err));
             die_on(d->upload(d, cu.data, batch->cu_seqlens, (batch->num_docs + 1) * 4, &err));
             if (batch->noisy)
@@ -265,7 +307,8 @@ static void check_logits(bench *b, const ith_micro_batch *batch, mask_kind mask,
             max_len = ith_max_i64(max_len, batch->cu_seqlens[i + 1] - batch->cu_seqlens[i]);
         ith_batch dev = {.num_tokens = n,
                          .ids = ids,
-                         .position_ids = pos,
+                         .position_ids = axes == 3 ? ith_tensor_2d(pos.data, ITH_I32, 3, n) : pos,
+                         .vision = media,
                          .seqs = {.cu_seqlens = cu,
                                   .cu_host = batch->cu_seqlens,
                                   .num_docs = batch->num_docs,
@@ -629,6 +672,7 @@ static void run_golden(golden *g, const options *o, results *r)
     int32_t *ids = ints(ids_entry), *labels = ints(entry_of(g, "labels"));
     int32_t cu[2] = {0, (int32_t)ith_st_numel(ids_entry)};
     ith_micro_batch one = batch_of(ids, labels, cu, 1);
+    add_media(g, &one);
     check_batch(g, o, &one, causal, "one document", entry_of(g, "logits"), number(g->json, "loss"),
                 "grads", r);
     check_adamw(g, o, &one, causal, r);
