@@ -58,17 +58,19 @@ ith_status ith_vision_buffers_place(ith_vision_buffers *b, const ith_model *m, i
 static ith_vision_batch bind(const ith_vision_buffers *b, const ith_model *m, int64_t n,
                              int64_t segments, int64_t max_len, const int32_t *cu)
 {
-    ith_vision_batch v = {
-        .num_patches = n,
-        .pixels = ith_row_range(b->pixels, 0, n),
-        .corners = ith_row_range(b->corners, 0, n),
-        .corner_weights = ith_row_range(b->corner_weights, 0, n),
-        .cos = ith_row_range(b->cos, 0, n),
-        .sin = ith_row_range(b->sin, 0, n),
-        .order = ith_row_range(b->order, 0, n),
-        .order4 = ith_row_range(b->order, 0, 4 * n),
-        .segments = {ith_row_range(b->cu_seqlens, 0, segments + 1), cu, segments, max_len},
-        .rows = ith_row_range(b->rows, 0, features_of(m, n))};
+    ith_vision_batch v = {.num_patches = n,
+                          .pixels = ith_row_range(b->pixels, 0, n),
+                          .corners = ith_row_range(b->corners, 0, n),
+                          .corner_weights = ith_row_range(b->corner_weights, 0, n),
+                          .cos = ith_row_range(b->cos, 0, n),
+                          .sin = ith_row_range(b->sin, 0, n),
+                          .order = ith_row_range(b->order, 0, n),
+                          .order4 = ith_row_range(b->order, 0, 4 * n),
+                          .segments = {.cu_seqlens = ith_row_range(b->cu_seqlens, 0, segments + 1),
+                                       .cu_host = cu,
+                                       .num_docs = segments,
+                                       .max_len = max_len},
+                          .rows = ith_row_range(b->rows, 0, features_of(m, n))};
     return v;
 }
 
