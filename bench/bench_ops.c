@@ -295,6 +295,45 @@ static void bench_experts(bench *b)
         ith_free(all[i]);
 }
 
+/* Gated DeltaNet of Qwen3.5-0.8B: 16 heads of 128; FLOP of the recurrent form, bytes of all
+ * tensors.
+ */
+static void bench_delta(bench *b)
+{
+    enum { HEADS = 16, DIM = 128, TAPS = 4 };
+    int64_t t = b->t, width = HEADS * DIM, size = ith_dtype_bytes(b->act);
+    int32_t cu[2] = {0, (int32_t)t};
+    ith_seqs seqs = {
+        .cu_seqlens = ith_tensor_1d(cu, ITH_I32, 2), .cu_host = cu, .num_docs = 1, .max_len = t};
+    ith_tensor u = make2(t, 3 * width, b->act), c = make2(t, 3 * width, b->act);
+    ith_tensor w = make2(3 * width, TAPS, b->act), dw = make2(3 * width, TAPS, ITH_F32);
+    ith_tensor o = make2(t, width, b->act), g = make2(t, HEADS, ITH_F32);
+    ith_tensor beta = make2(t, HEADS, ITH_F32), dg = make2(t, HEADS, ITH_F32);
+    ith_tensor dbeta = make2(t, HEADS, ITH_F32), none = ith_tensor_none(), heads[7];
+    for (int64_t i = 0; i < t * HEADS; i++) {
+        ((float *)g.data)[i] = -0.01f * (float)(i * 7717 % 101);
+        ((float *)beta.data)[i] = (float)(i * 7717 % 97) / 97.0f;
+    }
+    for (int i = 0; i < 3; i++) {
+        heads[i] = ith_split_heads(ith_col_range(c, i * width, (i + 1) * width), HEADS);
+        heads[3 + i] = ith_split_heads(ith_col_range(u, i * width, (i + 1) * width), HEADS);
+    }
+    heads[6] = ith_split_heads(o, HEADS);
+    double flop = 7.0 * (double)(t * width * DIM);
+    BENCH(conv1d_silu_forward, shape(t, 3 * width, TAPS), 0, 6 * t * width * size, c, u, w, none,
+          seqs);
+    BENCH(conv1d_silu_backward, shape(t, 3 * width, TAPS), 0, 9 * t * width * size, c, dw, u, u, w,
+          seqs);
+    BENCH(gated_delta_rule_forward, shape(t, HEADS, DIM), flop, 4 * t * width * size, heads[6],
+          heads[0], heads[1], heads[2], g, beta, none, seqs, 0.088f);
+    BENCH(gated_delta_rule_backward, shape(t, HEADS, DIM), 3 * flop, 7 * t * width * size, heads[3],
+          heads[4], heads[5], dg, dbeta, heads[6], heads[0], heads[1], heads[2], g, beta, seqs,
+          0.088f);
+    void *all[] = {u.data, c.data, w.data, dw.data, o.data, g.data, beta.data, dg.data, dbeta.data};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        ith_free(all[i]);
+}
+
 static const char *option(int argc, char **argv, const char *name, const char *otherwise)
 {
     size_t len = strlen(name);
@@ -340,6 +379,7 @@ int main(int argc, char **argv)
     bench_attention(&b);
     bench_rows(&b);
     bench_experts(&b);
+    bench_delta(&b);
     bench_optimizer(&b);
     if (b.csv && fclose(b.csv) != 0) {
         fprintf(stderr, "error: %s: write failed\n", csv);

@@ -134,6 +134,11 @@ static ith_status opt_id(const json_t *object, const char *key, int64_t *out, it
     return value ? check_integer(value, key, -1, MAX_SIZE, out, err) : ITH_OK;
 }
 
+static bool is_qwen3_5(const ith_hf_config *c)
+{
+    return c->family == ITH_FAMILY_QWEN3_5 || c->family == ITH_FAMILY_QWEN3_5_MOE;
+}
+
 /* ---- rotary embedding ---- */
 
 static ith_status parse_rope_type(const json_t *rope, ith_rope_type *out, ith_error *err)
@@ -188,8 +193,9 @@ static ith_status parse_yarn(const json_t *rope, ith_rope_config *out, ith_error
 static ith_status parse_rope(const json_t *root, ith_hf_config *c, ith_error *err)
 {
     ith_rope_config *out = &c->rope;
+    double share = is_qwen3_5(c) ? 0.25 : 1;
     *out = (ith_rope_config){
-        ITH_ROPE_DEFAULT, 10000, 1, 1, c->max_position_embeddings, 32, 1, true, 1};
+        ITH_ROPE_DEFAULT, 10000, share, 1, c->max_position_embeddings, 32, 1, true, 1};
     const char *key;
     const json_t *rope = get_either(root, "rope_parameters", "rope_scaling", &key);
     if (rope && !json_is_object(rope))
@@ -249,11 +255,27 @@ static ith_status refuse_unsupported(const json_t *root, const ith_hf_config *c,
                         json_array_size(types), (long long)c->num_hidden_layers);
     for (size_t i = 0; i < json_array_size(types); i++) {
         const char *type = json_string_value(json_array_get(types, i));
-        if (!type || strcmp(type, "full_attention") != 0)
+        bool linear = type && is_qwen3_5(c) && strcmp(type, "linear_attention") == 0;
+        if (!type || (!linear && strcmp(type, "full_attention") != 0))
             return ith_fail(err, ITH_ERR_UNSUPPORTED,
-                            "layer_types[%zu]: \"%.32s\" is not supported (full_attention is)", i,
-                            type ? type : "?");
+                            "layer_types[%zu]: \"%.32s\" is not supported (full_attention%s)", i,
+                            type ? type : "?", is_qwen3_5(c) ? " and linear_attention are" : " is");
     }
+    return ITH_OK;
+}
+
+static ith_status parse_dtype(const json_t *root, ith_hf_config *c, ith_error *err)
+{
+    const char *key;
+    const json_t *value = get_either(root, "dtype", "torch_dtype", &key);
+    if (!value)
+        return ITH_OK;
+    const char *name = json_string_value(value);
+    if (!name || !ith_hf_dtype_from_name(name, &c->dtype))
+        return ith_fail(err, ITH_ERR_FORMAT,
+                        "%s: found \"%.32s\", expected float32, bfloat16, float16 or float64", key,
+                        name ? name : ith_json_type_name(value));
+    c->has_dtype = true;
     return ITH_OK;
 }
 
@@ -282,7 +304,8 @@ static ith_status parse_decoder(const json_t *root, ith_hf_config *c, ith_error 
     if (c->head_dim % 2)
         return ith_fail(err, ITH_ERR_FORMAT, "head_dim: %lld is odd, rotary embedding needs pairs",
                         (long long)c->head_dim);
-    ITH_TRY(need_integer(root, "intermediate_size", 1, MAX_SIZE, &c->intermediate_size, err));
+    if (c->family != ITH_FAMILY_QWEN3_5_MOE) /* which has no dense layer */
+        ITH_TRY(need_integer(root, "intermediate_size", 1, MAX_SIZE, &c->intermediate_size, err));
     c->rms_norm_eps = 1e-6;
     ITH_TRY(opt_number(root, "rms_norm_eps", 0, 1, &c->rms_norm_eps, err));
     c->initializer_range = 0.02;
@@ -326,9 +349,8 @@ static ith_status mark_moe_layers(const json_t *root, ith_hf_config *c, ith_erro
     return ITH_OK;
 }
 
-static ith_status parse_qwen3_moe(const json_t *root, ith_hf_config *c, ith_error *err)
+static ith_status parse_experts(const json_t *root, ith_hf_config *c, ith_error *err)
 {
-    ITH_TRY(parse_decoder(root, c, err));
     const char *key;
     const json_t *experts = get_either(root, "num_experts", "num_local_experts", &key);
     if (!experts)
@@ -347,11 +369,175 @@ static ith_status parse_qwen3_moe(const json_t *root, ith_hf_config *c, ith_erro
         ITH_TRY(need_integer(root, "moe_intermediate_size", 1, MAX_SIZE, &c->moe_intermediate_size,
                              err));
     }
-    ITH_TRY(opt_bool(root, "norm_topk_prob", &c->norm_topk_prob, err));
     ITH_TRY(opt_bool(root, "output_router_logits", &c->output_router_logits, err));
     c->router_aux_loss_coef = 0.001;
-    ITH_TRY(opt_number(root, "router_aux_loss_coef", 0, 1e3, &c->router_aux_loss_coef, err));
+    return opt_number(root, "router_aux_loss_coef", 0, 1e3, &c->router_aux_loss_coef, err);
+}
+
+static ith_status parse_qwen3_moe(const json_t *root, ith_hf_config *c, ith_error *err)
+{
+    ITH_TRY(parse_decoder(root, c, err));
+    ITH_TRY(parse_experts(root, c, err));
+    ITH_TRY(opt_bool(root, "norm_topk_prob", &c->norm_topk_prob, err));
     return mark_moe_layers(root, c, err);
+}
+
+/* ---- Qwen3.5 ---- */
+
+/* layer_types, or every full_attention_interval-th layer is full attention. */
+static ith_status mark_linear_layers(const json_t *text, ith_hf_config *c, ith_error *err)
+{
+    int64_t interval = 4;
+    ITH_TRY(opt_integer(text, "full_attention_interval", 1, ITH_HF_MAX_LAYERS, &interval, err));
+    const json_t *types = get(text, "layer_types");
+    for (int64_t l = 0; l < c->num_hidden_layers; l++) {
+        const char *type = json_string_value(json_array_get(types, (size_t)l));
+        c->layer_is_linear[l] =
+            types ? strcmp(type, "linear_attention") == 0 : (l + 1) % interval != 0;
+    }
+    return ITH_OK;
+}
+
+static ith_status parse_linear_attention(const json_t *text, ith_hf_config *c, ith_error *err)
+{
+    c->linear_conv_kernel_dim = 4;
+    ITH_TRY(need_integer(text, "linear_num_key_heads", 1, 65536, &c->linear_num_key_heads, err));
+    ITH_TRY(
+        need_integer(text, "linear_num_value_heads", 1, 65536, &c->linear_num_value_heads, err));
+    ITH_TRY(need_integer(text, "linear_key_head_dim", 1, 65536, &c->linear_key_head_dim, err));
+    ITH_TRY(need_integer(text, "linear_value_head_dim", 1, 65536, &c->linear_value_head_dim, err));
+    ITH_TRY(opt_integer(text, "linear_conv_kernel_dim", 1, 64, &c->linear_conv_kernel_dim, err));
+    if (c->linear_num_value_heads % c->linear_num_key_heads)
+        return ith_fail(err, ITH_ERR_FORMAT,
+                        "linear_num_key_heads: %lld does not divide linear_num_value_heads %lld",
+                        (long long)c->linear_num_key_heads, (long long)c->linear_num_value_heads);
+    bool gate = true;
+    ITH_TRY(opt_bool(text, "attn_output_gate", &gate, err));
+    if (!gate)
+        return ith_fail(err, ITH_ERR_UNSUPPORTED,
+                        "attn_output_gate: false is not supported (Qwen3.5 always has the gate)");
+    return ITH_OK;
+}
+
+/* Frequency i belongs to position row i % 3; a section that gives it to another is refused. */
+static ith_status check_mrope(const json_t *text, const ith_hf_config *c, ith_error *err)
+{
+    int64_t half = (int64_t)((double)c->head_dim * c->rope.partial_rotary_factor) / 2;
+    int64_t section[3] = {11, 11, 10};
+    const json_t *given = get(get(text, "rope_parameters"), "mrope_section");
+    if (half < 1)
+        return ith_fail(err, ITH_ERR_FORMAT,
+                        "partial_rotary_factor: %g of head_dim %lld is no pair",
+                        c->rope.partial_rotary_factor, (long long)c->head_dim);
+    if (given && (!json_is_array(given) || json_array_size(given) != 3))
+        return wrong_type("mrope_section", given, "an array of three integers", err);
+    for (size_t i = 0; given && i < 3; i++)
+        ITH_TRY(
+            check_integer(json_array_get(given, i), "mrope_section", 0, 65536, &section[i], err));
+    bool interleaved = true;
+    ITH_WRAP(opt_bool(get(text, "rope_parameters"), "mrope_interleaved", &interleaved, err), err,
+             "rope_parameters");
+    for (int64_t i = 0; i < half; i++)
+        if (!interleaved || (i % 3 && i >= 3 * section[i % 3]))
+            return ith_fail(err, ITH_ERR_UNSUPPORTED,
+                            "mrope_section [%lld, %lld, %lld]%s: only sections that interleave all "
+                            "%lld frequencies are supported",
+                            (long long)section[0], (long long)section[1], (long long)section[2],
+                            interleaved ? "" : " without mrope_interleaved", (long long)half);
+    return ITH_OK;
+}
+
+static ith_status parse_vision(const json_t *root, ith_hf_config *c, ith_error *err)
+{
+    const json_t *v = get(root, "vision_config");
+    if (!v)
+        return ITH_OK;
+    if (!json_is_object(v))
+        return wrong_type("vision_config", v, "an object", err);
+    ith_hf_vision *o = &c->vision;
+    *o = (ith_hf_vision){.in_channels = 3,
+                         .temporal_patch_size = 2,
+                         .spatial_merge_size = 2,
+                         .out_hidden_size = c->hidden_size,
+                         .rope_theta = 10000};
+    const struct {
+        const char *key;
+        int64_t high, *out;
+        bool optional;
+    } sizes[] = {{"depth", 1024, &o->depth, false},
+                 {"hidden_size", 65536, &o->hidden_size, false},
+                 {"intermediate_size", 1 << 20, &o->intermediate_size, false},
+                 {"num_heads", 1024, &o->num_heads, false},
+                 {"patch_size", 1024, &o->patch_size, false},
+                 {"num_position_embeddings", 1 << 24, &o->num_position_embeddings, false},
+                 {"in_channels", 4, &o->in_channels, true},
+                 {"temporal_patch_size", 64, &o->temporal_patch_size, true},
+                 {"spatial_merge_size", 64, &o->spatial_merge_size, true},
+                 {"out_hidden_size", 65536, &o->out_hidden_size, true}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        ITH_TRY(sizes[i].optional
+                    ? opt_integer(v, sizes[i].key, 1, sizes[i].high, sizes[i].out, err)
+                    : need_integer(v, sizes[i].key, 1, sizes[i].high, sizes[i].out, err));
+    if (o->hidden_size % (4 * o->num_heads))
+        return ith_fail(
+            err, ITH_ERR_FORMAT,
+            "hidden_size: %lld is not a multiple of 4 * num_heads %lld (rotation in two "
+            "dimensions)",
+            (long long)o->hidden_size, (long long)o->num_heads);
+    if (o->out_hidden_size != c->hidden_size)
+        return ith_fail(err, ITH_ERR_FORMAT,
+                        "out_hidden_size: %lld, but hidden_size of text_config is %lld",
+                        (long long)o->out_hidden_size, (long long)c->hidden_size);
+    const json_t *act = get(v, "hidden_act"), *rope = get(v, "rope_parameters");
+    if (act && (!json_is_string(act) || strcmp(json_string_value(act), "gelu_pytorch_tanh") != 0))
+        return ith_fail(err, ITH_ERR_UNSUPPORTED,
+                        "hidden_act: only \"gelu_pytorch_tanh\" is supported");
+    if (json_array_size(get(v, "deepstack_visual_indexes")) > 0)
+        return ith_fail(err, ITH_ERR_UNSUPPORTED,
+                        "deepstack_visual_indexes: deepstack is not supported (an empty list is)");
+    const json_t *type = get(rope, "rope_type");
+    if (type && (!json_is_string(type) || strcmp(json_string_value(type), "axial") != 0))
+        return ith_fail(err, ITH_ERR_UNSUPPORTED, "rope_type: only \"axial\" is supported");
+    return opt_number(rope, "rope_theta", 1, 1e12, &o->rope_theta, err);
+}
+
+/* The text model: the file itself, or its text_config. Whoever owns lm_head decides on tying: the
+ * top level of a nested file (absent: not tied). */
+static ith_status parse_qwen3_5(const json_t *root, ith_hf_config *c, ith_error *err)
+{
+    const json_t *text = get(root, "text_config");
+    c->is_nested = text != NULL;
+    if (text && !json_is_object(text))
+        return wrong_type("text_config", text, "an object", err);
+    if (!text)
+        text = root;
+    c->image_token_id = c->video_token_id = -1;
+    ith_status status = parse_decoder(text, c, err);
+    if (status != ITH_OK)
+        return c->is_nested ? ith_wrap(err, status, "text_config") : status;
+    ITH_TRY(mark_linear_layers(text, c, err));
+    ITH_TRY(parse_linear_attention(text, c, err));
+    ITH_TRY(check_mrope(text, c, err));
+    if (c->family == ITH_FAMILY_QWEN3_5_MOE) {
+        ITH_TRY(parse_experts(text, c, err));
+        c->norm_topk_prob = true;
+        for (int64_t l = 0; l < c->num_hidden_layers; l++)
+            c->layer_is_moe[l] = true;
+        ITH_TRY(need_integer(text, "shared_expert_intermediate_size", 1, MAX_SIZE,
+                             &c->shared_expert_intermediate_size, err));
+    }
+    if (!c->is_nested)
+        return ITH_OK;
+    c->tie_word_embeddings = false;
+    ITH_TRY(opt_bool(root, "tie_word_embeddings", &c->tie_word_embeddings, err));
+    ITH_TRY(opt_id(root, "image_token_id", &c->image_token_id, err));
+    ITH_TRY(opt_id(root, "video_token_id", &c->video_token_id, err));
+    if (!c->has_dtype)
+        ITH_TRY(parse_dtype(text, c, err));
+    if (get(root, "quantization_config"))
+        return refuse_unsupported(root, c, err);
+    ITH_WRAP(parse_vision(root, c, err), err, "vision_config");
+    return ITH_OK;
 }
 
 /* ---- LLaDA2 ----
@@ -461,6 +647,10 @@ static const struct {
 } families[] = {
     {"qwen3", ITH_FAMILY_QWEN3, parse_qwen3},
     {"qwen3_moe", ITH_FAMILY_QWEN3_MOE, parse_qwen3_moe},
+    {"qwen3_5", ITH_FAMILY_QWEN3_5, parse_qwen3_5},
+    {"qwen3_5_text", ITH_FAMILY_QWEN3_5, parse_qwen3_5},
+    {"qwen3_5_moe", ITH_FAMILY_QWEN3_5_MOE, parse_qwen3_5},
+    {"qwen3_5_moe_text", ITH_FAMILY_QWEN3_5_MOE, parse_qwen3_5},
     {"llada2_moe", ITH_FAMILY_LLADA2, parse_llada2},
     {"llada2_moe_veomni", ITH_FAMILY_LLADA2, parse_llada2},
 };
@@ -485,21 +675,6 @@ static ith_status find_family(const json_t *root, int *out, ith_error *err)
     }
     return ith_fail(err, ITH_ERR_UNSUPPORTED, "model_type: \"%.64s\" is not supported (known: %s)",
                     json_string_value(type), known);
-}
-
-static ith_status parse_dtype(const json_t *root, ith_hf_config *c, ith_error *err)
-{
-    const char *key;
-    const json_t *value = get_either(root, "dtype", "torch_dtype", &key);
-    if (!value)
-        return ITH_OK;
-    const char *name = json_string_value(value);
-    if (!name || !ith_hf_dtype_from_name(name, &c->dtype))
-        return ith_fail(err, ITH_ERR_FORMAT,
-                        "%s: found \"%.32s\", expected float32, bfloat16, float16 or float64", key,
-                        name ? name : ith_json_type_name(value));
-    c->has_dtype = true;
-    return ITH_OK;
 }
 
 static ith_status parse_root(const json_t *root, ith_hf_config *c, ith_error *err)

@@ -13,7 +13,13 @@
 #define ITH_HF_MAX_STOP_IDS 16
 #define ITH_HF_MAX_LAYERS 1024
 
-typedef enum { ITH_FAMILY_QWEN3, ITH_FAMILY_QWEN3_MOE, ITH_FAMILY_LLADA2 } ith_family;
+typedef enum {
+    ITH_FAMILY_QWEN3,
+    ITH_FAMILY_QWEN3_MOE,
+    ITH_FAMILY_QWEN3_5,
+    ITH_FAMILY_QWEN3_5_MOE,
+    ITH_FAMILY_LLADA2
+} ith_family;
 typedef enum { ITH_ROPE_DEFAULT, ITH_ROPE_LINEAR, ITH_ROPE_YARN } ith_rope_type;
 
 /* Rotary position embedding. The fields below `factor` matter for yarn only. */
@@ -27,6 +33,15 @@ typedef struct {
     bool truncate;           /* round the ramp's ends to whole dimensions */
     double attention_factor; /* cos and sin are multiplied by it; resolved, 1 unless yarn */
 } ith_rope_config;
+
+/* The vision tower of Qwen3.5; hidden_size 0: the model has none. */
+typedef struct {
+    int64_t depth, hidden_size, intermediate_size, num_heads;
+    int64_t in_channels, patch_size, temporal_patch_size, spatial_merge_size;
+    int64_t num_position_embeddings; /* a square table, side * side */
+    int64_t out_hidden_size;         /* of the merger: the text model's hidden_size */
+    double rope_theta;
+} ith_hf_vision;
 
 typedef struct {
     ith_family family;
@@ -49,6 +64,17 @@ typedef struct {
     bool norm_topk_prob, output_router_logits;
     double router_aux_loss_coef;
     bool layer_is_moe[ITH_HF_MAX_LAYERS];
+    int64_t shared_expert_intermediate_size; /* 0: no shared expert */
+
+    /* Gated DeltaNet layers of Qwen3.5 */
+    bool layer_is_linear[ITH_HF_MAX_LAYERS];
+    int64_t linear_num_key_heads, linear_num_value_heads;
+    int64_t linear_key_head_dim, linear_value_head_dim, linear_conv_kernel_dim;
+
+    /* The text model lies in text_config, its tensors under model.language_model. */
+    bool is_nested;
+    ith_hf_vision vision;
+    int64_t image_token_id, video_token_id; /* -1: none */
 
     /* LLaDA2: sigmoid router with groups, shared experts (num_shared_experts 0: none) */
     int64_t num_shared_experts, n_group, topk_group;

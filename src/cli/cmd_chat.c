@@ -57,7 +57,7 @@ static ith_status feed_prompt(conversation *c, const ith_ids *prompt, ith_error 
     while (same < c->cached.count && same + 1 < prompt->count &&
            c->cached.ids[same] == prompt->ids[same])
         same++;
-    ith_decoder_truncate(&c->d, 0, same);
+    same = ith_decoder_truncate(&c->d, 0, same);
     c->cached.count = same;
     if (prompt->count >= c->d.options.capacity)
         return ith_fail(err, ITH_ERR_RUN,

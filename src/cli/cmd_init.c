@@ -111,6 +111,7 @@ static ith_status write_piece(const ith_model *m, const ith_hf_piece *p, uint64_
                               ith_dtype dtype, ith_st_writer *w, float *values, char *bytes,
                               ith_error *err)
 {
+    dtype = m->params[p->param].is_f32 ? ITH_F32 : dtype;
     for (int64_t done = 0; done < p->count;) {
         int64_t n = ith_min_i64(CHUNK_ELEMENTS, p->count - done);
         ith_model_init_piece(m, p, seed, done, n, values);
@@ -134,8 +135,9 @@ static ith_status write_weights(const ith_model *m, const char *dir, ith_dtype d
     ITH_TRY_OUT(ith_alloc((void **)&values, CHUNK_ELEMENTS * 4, "weights", err));
     ITH_TRY_OUT(ith_alloc((void **)&bytes, CHUNK_ELEMENTS * 4, "weights", err));
     for (int64_t i = 0; i < m->num_pieces; i++) {
-        tensors[i] =
-            (ith_st_entry){.name = m->pieces[i].hf_name, .dtype = dtype, .ndim = m->pieces[i].ndim};
+        tensors[i] = (ith_st_entry){.name = m->pieces[i].hf_name,
+                                    .dtype = m->params[m->pieces[i].param].is_f32 ? ITH_F32 : dtype,
+                                    .ndim = m->pieces[i].ndim};
         memcpy(tensors[i].shape, m->pieces[i].shape, sizeof m->pieces[i].shape);
     }
     for (int64_t i = 0; i < m->num_buffers; i++) { /* zeros, f32 as published */

@@ -27,6 +27,7 @@
 #define ITH_DATA_BATCHING_H
 
 #include "data/samples.h"
+#include "image/grid.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -63,6 +64,11 @@ typedef struct {
     int64_t *sample;     /* [num_docs] entry number */
     double weight_sum;   /* of weights */
     int32_t *noisy;      /* [num_docs] diffusion (noise.h): first rows that are noisy; else NULL */
+    /* media; mrope NULL: none of it */
+    int32_t *mrope;        /* [3,T] positions of time, height, width */
+    const float *pixels;   /* patches of all images and videos, in the order of their tokens */
+    const ith_grid *grids; /* [num_grids] */
+    int64_t num_grids;
 } ith_micro_batch;
 
 /* Most that one micro-batch, or one step, of this rank can hold, in any epoch. */

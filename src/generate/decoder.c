@@ -21,13 +21,7 @@ static ith_status place(ith_decoder *d)
     const ith_decoder_options *o = &d->options;
     const ith_hf_config *c = &d->hf;
     ITH_TRY(ith_model_place(d->model, ctx, false));
-    int64_t rows = o->batch * o->capacity, layers = c->num_hidden_layers;
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "KV cache", d->model->dtype, 4, layers, rows,
-                         c->num_key_value_heads, c->head_dim, &d->cache.k));
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "KV cache", d->model->dtype, 4, layers, rows,
-                         c->num_key_value_heads, c->head_dim, &d->cache.v));
-    d->cache.batch = o->batch;
-    d->cache.capacity = o->capacity;
+    ITH_TRY(ith_model_place_cache(d->model, ctx, o->batch, o->capacity, &d->cache));
     ITH_TRY(push_1d(ctx, "batch", o->batch, &d->cache.lengths));
     ITH_TRY(push_1d(ctx, "batch", o->max_append, &d->ids));
     ITH_TRY(push_1d(ctx, "batch", o->max_append, &d->position_ids));
@@ -139,10 +133,28 @@ void ith_decoder_reset(ith_decoder *d)
     memset(d->lengths, 0, (size_t)d->options.batch * sizeof *d->lengths);
 }
 
-void ith_decoder_truncate(ith_decoder *d, int64_t b, int64_t length)
+/* A state cannot go back: models with linear layers drop the whole sequence. */
+int64_t ith_decoder_truncate(ith_decoder *d, int64_t b, int64_t length)
 {
     ITH_ASSERT(length >= 0 && length <= d->lengths[b]);
+    if (d->cache.state.ndim && length < d->lengths[b])
+        length = 0;
     d->lengths[b] = length;
+    return length;
+}
+
+/* State and convolution inputs of sequences that begin while others go on. */
+static ith_status clear_empty(ith_decoder *d, const int64_t *counts)
+{
+    ith_ctx *ctx = &d->session.ctx;
+    int64_t batch = d->options.batch;
+    for (int64_t row = 0; row < d->cache.state.shape[0]; row++) {
+        if (d->lengths[row % batch] != counts[row % batch])
+            continue;
+        ITH_TRY(ith_zero(ctx, ith_row_range(d->cache.state, row, row + 1)));
+        ITH_TRY(ith_zero(ctx, ith_row_range(d->cache.conv, row, row + 1)));
+    }
+    return ITH_OK;
 }
 
 ith_status ith_decoder_append(ith_decoder *d, const int32_t *const *ids, const int64_t *counts)
@@ -175,6 +187,8 @@ ith_status ith_decoder_append(ith_decoder *d, const int32_t *const *ids, const i
     ITH_TRY(dev->upload(dev, d->cu_seqlens.data, cu, (o->batch + 1) * 4, err));
     ITH_TRY(dev->upload(dev, d->last_rows.data, last, o->batch * 4, err));
     ITH_TRY(dev->upload(dev, d->cache.lengths.data, len, o->batch * 4, err));
+    if (cached && d->cache.state.ndim)
+        ITH_TRY(clear_empty(d, counts));
     ITH_TRY(walk(d, n, cu, max_len, cached == 0));
     int64_t values = o->batch * d->hf.vocab_size;
     ITH_TRY(dev->download(dev, d->raw_logits, d->logits.data,

@@ -38,8 +38,9 @@ ith_status ith_decoder_open(ith_decoder *d, const char *model_dir,
 void ith_decoder_close(ith_decoder *d);
 /* Forgets all sequences. */
 void ith_decoder_reset(ith_decoder *d);
-/* Drops the tokens of sequence b from position `length` on. */
-void ith_decoder_truncate(ith_decoder *d, int64_t b, int64_t length);
+/* Drops the tokens of sequence b from position `length` on; returns how many are left: `length`, or
+ * 0 when the model keeps a state that cannot go back. */
+int64_t ith_decoder_truncate(ith_decoder *d, int64_t b, int64_t length);
 /* Appends counts[b] tokens to sequence b, for all b in [0, batch); computes host_logits. Either all
  * sequences are empty (prefill, any counts, 0 allowed for sequences that are not used), or all
  * counts are equal. */

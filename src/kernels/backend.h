@@ -74,6 +74,33 @@ struct ith_backend {
     ITH_OP(expert_combine, ith_t_ y, ith_t_ base, ith_t_ x, ith_t_ topk_w, ith_t_ row_of);
     ITH_OP(expert_combine_backward, ith_t_ dx, ith_t_ dtopk_w, ith_t_ dy, ith_t_ x, ith_t_ topk_w,
            ith_t_ row_of);
+    ITH_OP(conv1d_silu_forward, ith_t_ y, ith_t_ x, ith_t_ w, ith_t_ history, ith_seqs seqs);
+    ITH_OP(conv1d_silu_backward, ith_t_ dx, ith_t_ dw, ith_t_ dy, ith_t_ x, ith_t_ w,
+           ith_seqs seqs);
+    ITH_OP(gdn_gates_forward, ith_t_ g, ith_t_ beta, ith_t_ a, ith_t_ b, ith_t_ a_log,
+           ith_t_ dt_bias);
+    ITH_OP(gdn_gates_backward, ith_t_ da, ith_t_ db, ith_t_ da_log, ith_t_ ddt_bias, ith_t_ dg,
+           ith_t_ dbeta, ith_t_ a, ith_t_ b, ith_t_ a_log, ith_t_ dt_bias);
+    ITH_OP(gated_delta_rule_forward, ith_t_ o, ith_t_ q, ith_t_ k, ith_t_ v, ith_t_ g, ith_t_ beta,
+           ith_t_ state, ith_seqs seqs, float scale);
+    ITH_OP(gated_delta_rule_backward, ith_t_ dq, ith_t_ dk, ith_t_ dv, ith_t_ dg, ith_t_ dbeta,
+           ith_t_ do_, ith_t_ q, ith_t_ k, ith_t_ v, ith_t_ g, ith_t_ beta, ith_seqs seqs,
+           float scale);
+    ITH_OP(gated_rmsnorm_forward, ith_t_ y, ith_t_ x, ith_t_ z, ith_t_ w, float eps);
+    ITH_OP(gated_rmsnorm_backward, ith_t_ dx, ith_t_ dz, ith_t_ dw, ith_t_ dy, ith_t_ x, ith_t_ z,
+           ith_t_ w, float eps);
+    ITH_OP(sigmoid_gate_forward, ith_t_ y, ith_t_ x, ith_t_ gate);
+    ITH_OP(sigmoid_gate_backward, ith_t_ dx, ith_t_ dgate, ith_t_ dy, ith_t_ x, ith_t_ gate);
+    ITH_OP(row_gate_forward, ith_t_ y, ith_t_ base, ith_t_ x, ith_t_ gate);
+    ITH_OP(row_gate_backward, ith_t_ dx, ith_t_ dgate, ith_t_ dy, ith_t_ x, ith_t_ gate);
+    ITH_OP(layernorm_forward, ith_t_ y, ith_t_ mean, ith_t_ rstd, ith_t_ x, ith_t_ w, ith_t_ b,
+           float eps);
+    ITH_OP(layernorm_backward, ith_t_ dx, ith_t_ dw, ith_t_ db, ith_t_ dy, ith_t_ dres, ith_t_ x,
+           ith_t_ mean, ith_t_ rstd, ith_t_ w);
+    ITH_OP(bias_add, ith_t_ y, ith_t_ b);
+    ITH_OP(bias_backward, ith_t_ db, ith_t_ dy);
+    ITH_OP(gelu_forward, ith_t_ y, ith_t_ x, bool approximate);
+    ITH_OP(gelu_backward, ith_t_ dx, ith_t_ dy, ith_t_ x, bool approximate);
     ITH_OP(sumsq_accumulate, ith_t_ out, ith_t_ x);
     ITH_OP(clip_scale, ith_t_ norm, ith_t_ scale, ith_t_ sumsq, float max_norm);
     ITH_OP(adamw, ith_t_ w, ith_t_ master, ith_t_ m, ith_t_ v, ith_t_ grad, ith_t_ scale,

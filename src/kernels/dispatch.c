@@ -4,8 +4,7 @@
  * later in the same order.
  * 3. Without a plan (tests) scratch comes from the device for the length of the call, and the call
  * waits. */
-#include "kernels/backend.h"
-#include "kernels/profile.h"
+#include "kernels/dispatch_internal.h"
 
 ith_status ith_ctx_push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype, int ndim,
                         int64_t d0, int64_t d1, int64_t d2, int64_t d3, ith_tensor *out)
@@ -26,7 +25,7 @@ ith_ctx ith_ctx_host(const ith_backend *backend, ith_pool *pool, ith_error *err)
     return ctx;
 }
 
-static ith_status scratch_begin(ith_ctx *ctx, const char *op, int64_t bytes, int64_t *mark)
+ith_status ith_scratch_begin(ith_ctx *ctx, const char *op, int64_t bytes, int64_t *mark)
 {
     ctx->scratch = NULL;
     ctx->scratch_bytes = bytes;
@@ -40,7 +39,7 @@ static ith_status scratch_begin(ith_ctx *ctx, const char *op, int64_t bytes, int
     return bytes ? ctx->device->alloc(ctx->device, bytes, &ctx->scratch, ctx->err) : ITH_OK;
 }
 
-static void scratch_end(ith_ctx *ctx, int64_t mark)
+void ith_scratch_end(ith_ctx *ctx, int64_t mark)
 {
     if (ctx->plan) {
         ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
@@ -53,52 +52,10 @@ static void scratch_end(ith_ctx *ctx, int64_t mark)
 }
 
 /* A failed stamp shows as a failed sync soon enough. */
-static void stamp(ith_ctx *ctx, const char *op, bool end)
+void ith_op_stamp(ith_ctx *ctx, const char *op, bool end)
 {
     if (ctx->profile)
         (void)ith_profile_stamp(ctx, op, end);
-}
-
-#define RUN(op, ...)                                                                               \
-    do {                                                                                           \
-        if (!ctx->backend->op.run)                                                                 \
-            return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED,                                         \
-                            "operator %s is not built for backend %s", #op, ctx->backend->name);   \
-        int64_t bytes_ =                                                                           \
-            ctx->backend->op.workspace ? ctx->backend->op.workspace(ctx, __VA_ARGS__) : 0;         \
-        int64_t mark_ = 0;                                                                         \
-        ITH_TRY(scratch_begin(ctx, #op, bytes_, &mark_));                                          \
-        ith_status status_ = ITH_OK;                                                               \
-        if (!ith_ctx_counting(ctx)) {                                                              \
-            stamp(ctx, #op, false);                                                                \
-            status_ = ctx->backend->op.run(ctx, __VA_ARGS__);                                      \
-            stamp(ctx, #op, true);                                                                 \
-        }                                                                                          \
-        scratch_end(ctx, mark_);                                                                   \
-        return status_ == ITH_OK ? ITH_OK : ith_wrap(ctx->err, status_, "%s", #op);                \
-    } while (0)
-
-static bool is(ith_tensor t, int ndim, int64_t d0, int64_t d1, int64_t d2)
-{
-    return t.ndim == ndim && t.shape[0] == d0 && (ndim < 2 || t.shape[1] == d1) &&
-           (ndim < 3 || t.shape[2] == d2) &&
-           (ndim == 0 || t.stride[ndim - 1] == 1 || t.shape[ndim - 1] == 1);
-}
-
-static bool absent(ith_tensor t)
-{
-    return t.ndim == 0;
-}
-
-static bool is_act(ith_tensor t)
-{
-    return t.dtype == ITH_F32 || t.dtype == ITH_BF16 || t.dtype == ITH_F64;
-}
-
-/* The statistics type that goes with an activation type. */
-static bool is_stat(ith_tensor t, ith_tensor act)
-{
-    return t.dtype == (act.dtype == ITH_F64 ? ITH_F64 : ITH_F32);
 }
 
 ith_status ith_embedding_forward(ith_ctx *ctx, ith_tensor y, ith_tensor ids, ith_tensor w)

@@ -51,9 +51,10 @@ ith_status ith_rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_
  * n[i]*sin[p,i];   rest passes. q_out, q: [T,Hq,Dh] act   k_out, k: [T,Hkv,Dh] act   q_rstd: [T,Hq]
  * f32   k_rstd: [T,Hkv] f32 q_w, k_w: [Dh] act, both absent: no norm (then rstd is absent too) cos,
  * sin: [P, rd/2] act position_ids: [T] I32 in [0,P), or [3,T] for interleaved mRoPE: frequency i
- * reads row i % 3 (time, height, width), which is every published mrope_section; other sections:
- * tables of T rows made by the caller, and position_ids = 0..T-1. Head views may be strided rows of
- * one qkv buffer. q_out/k_out may alias q/k. As in the plain norm, w_offset = 0 rounds twice. */
+ * reads row i % 3 (time, height, width), the only sections that the config reader lets through;
+ * any other assignment: tables of T rows made by the caller, and position_ids = 0..T-1. Head views
+ * may be strided rows of one qkv buffer. q_out/k_out may alias q/k. As in the plain norm, w_offset
+ * = 0 rounds twice. */
 ith_status ith_qk_norm_rope_forward(ith_ctx *ctx, ith_tensor q_out, ith_tensor k_out,
                                     ith_tensor q_rstd, ith_tensor k_rstd, ith_tensor q,
                                     ith_tensor k, ith_tensor q_w, ith_tensor k_w, ith_tensor cos,
@@ -195,6 +196,85 @@ ith_status ith_expert_combine(ith_ctx *ctx, ith_tensor y, ith_tensor base, ith_t
 ith_status ith_expert_combine_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dtopk_w,
                                        ith_tensor dy, ith_tensor x, ith_tensor topk_w,
                                        ith_tensor row_of);
+
+/* ---- Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024)
+ * ------------------------------------------------------------------ */
+/* Causal depthwise convolution within each document, then SiLU:
+ *     c[t,ch] = sum_{j<K} w[ch,j] * x[t-K+1+j, ch]        y = silu(c), rounded once
+ * Rows before a document's first are its history, oldest first; zeros when history is absent.
+ * y, x: [T,C] act   w: [C,K] act   history: [num_docs, K-1, C] act, overwritten with the last K-1
+ * inputs of each document (decoding goes on from there).      2TCK FLOP */
+ith_status ith_conv1d_silu_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor w,
+                                   ith_tensor history, ith_seqs seqs);
+/* dx, dy: [T,C] act, not aliased   dw: [C,K] f32 +=, may be absent.   c is made again from x. */
+ith_status ith_conv1d_silu_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_tensor dy,
+                                    ith_tensor x, ith_tensor w, ith_seqs seqs);
+/* g = -exp(a_log) * softplus(a + dt_bias), f32 (softplus(x) = x above 20);   beta = sigmoid(b)
+ * rounded to act, kept in f32.   g, beta: [T,H] f32   a, b: [T,H] act   a_log: [H] f32   dt_bias:
+ * [H] act. */
+ith_status ith_gdn_gates_forward(ith_ctx *ctx, ith_tensor g, ith_tensor beta, ith_tensor a,
+                                 ith_tensor b, ith_tensor a_log, ith_tensor dt_bias);
+/* da, db: [T,H] act   da_log, ddt_bias: [H] f32 +=, may be absent   dg, dbeta: [T,H] f32. */
+ith_status ith_gdn_gates_backward(ith_ctx *ctx, ith_tensor da, ith_tensor db, ith_tensor da_log,
+                                  ith_tensor ddt_bias, ith_tensor dg, ith_tensor dbeta,
+                                  ith_tensor a, ith_tensor b, ith_tensor a_log, ith_tensor dt_bias);
+/* The gated delta rule, per document and value head h, with unit vectors of key head h / (Hv/Hk):
+ *     qn = q / sqrt(sum q^2 + 1e-6)       kn = k / sqrt(sum k^2 + 1e-6)            (f32)
+ *     S' = exp(g_t) S      delta = beta_t * (v_t - S'^T kn)      S = S' + kn delta^T
+ *     o_t = scale * S^T qn
+ * S [Dk,Dv] starts at zero, or at state, which is then overwritten with the last S of the document.
+ * o, v: [T,Hv,Dv] act   q, k: [T,Hk,Dk] act   g, beta: [T,Hv] f32   state: [num_docs,Hv,Dk,Dv] f32,
+ * may be absent. S, unit vectors and all sums are f32.      7*T*Hv*Dk*Dv FLOP */
+ith_status ith_gated_delta_rule_forward(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k,
+                                        ith_tensor v, ith_tensor g, ith_tensor beta,
+                                        ith_tensor state, ith_seqs seqs, float scale);
+/* dq, dk (summed over the value heads of a key head), dv: act, may be strided   dg, dbeta: [T,Hv]
+ * f32. Documents start at S = 0. States are made again: nothing is saved by forward. No aliases. */
+ith_status ith_gated_delta_rule_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
+                                         ith_tensor dg, ith_tensor dbeta, ith_tensor do_,
+                                         ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor g,
+                                         ith_tensor beta, ith_seqs seqs, float scale);
+/* Per head vector: y = w * round(x * rstd) * silu(z), rounded once more   rstd = 1/sqrt(mean(x^2) +
+ * eps).   y, x, z: [T,H,D] act   w: [D] f32 (plain, near 1). */
+ith_status ith_gated_rmsnorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor z,
+                                     ith_tensor w, float eps);
+/* dx, dz: [T,H,D] act; dx may alias dy   dw: [D] f32 +=, may be absent.   rstd is made again. */
+ith_status ith_gated_rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dz, ith_tensor dw,
+                                      ith_tensor dy, ith_tensor x, ith_tensor z, ith_tensor w,
+                                      float eps);
+
+/* ---- gates
+ * ----------------------------------------------------------------------------------------- */
+/* y = x * round(sigmoid(gate))     y, x, gate: [T,H,D] act; y may alias x */
+ith_status ith_sigmoid_gate_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor gate);
+/* dx = dy * s,  dgate = dy * x * s * (1 - s).   dx may alias dy. */
+ith_status ith_sigmoid_gate_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dgate, ith_tensor dy,
+                                     ith_tensor x, ith_tensor gate);
+/* y[t,:] = base[t,:] + round(sigmoid(gate[t])) * x[t,:]    y, base, x: [T,D] act   gate: [T,1] act;
+ * y may alias base */
+ith_status ith_row_gate_forward(ith_ctx *ctx, ith_tensor y, ith_tensor base, ith_tensor x,
+                                ith_tensor gate);
+/* dx[t,:] = s * dy[t,:];  dgate[t] = sum_d dy*x * s*(1-s).   dx may alias x. */
+ith_status ith_row_gate_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dgate, ith_tensor dy,
+                                 ith_tensor x, ith_tensor gate);
+
+/* ---- for vision towers
+ * ----------------------------------------------------------------------------- */
+/* y = (x - mean) * rstd * w + b     y, x: [T,D] act   mean, rstd: [T] f32   w, b: [D] act */
+ith_status ith_layernorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor mean, ith_tensor rstd,
+                                 ith_tensor x, ith_tensor w, ith_tensor b, float eps);
+/* dx (+ dres, may be absent); dx may alias dy or dres.   dw, db: [D] f32 +=, absent together. */
+ith_status ith_layernorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_tensor db,
+                                  ith_tensor dy, ith_tensor dres, ith_tensor x, ith_tensor mean,
+                                  ith_tensor rstd, ith_tensor w);
+/* y[t,:] += b, in place     y: [T,D] act   b: [D] act.      Adjoint: db[d] += sum_t dy[t,d], f32 */
+ith_status ith_bias_add(ith_ctx *ctx, ith_tensor y, ith_tensor b);
+ith_status ith_bias_backward(ith_ctx *ctx, ith_tensor db, ith_tensor dy);
+/* approximate: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)));  else x/2 (1 + erf(x/sqrt 2)).   y
+ * may alias x, dx may alias dy. [T,D] act */
+ith_status ith_gelu_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, bool approximate);
+ith_status ith_gelu_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dy, ith_tensor x,
+                             bool approximate);
 
 /* ---- optimizer
  * ------------------------------------------------------------------------------------------- */

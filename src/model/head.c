@@ -11,7 +11,7 @@ ith_status ith_model_head_input(ith_model *m, ith_ctx *ctx, ith_tensor hidden, i
     ITH_TRY(ith_gather_rows(ctx, *x, hidden, rows));
     ith_tensor none = ith_tensor_none();
     return ith_rmsnorm_forward(ctx, *xn, none, *rstd, *x, none, m->params[m->final_norm].w,
-                               (float)m->config->rms_norm_eps, 0.0f);
+                               (float)m->config->rms_norm_eps, m->norm_offset);
 }
 
 ith_status ith_model_logits(ith_model *m, ith_ctx *ctx, ith_tensor logits, ith_tensor hidden,

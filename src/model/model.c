@@ -1,6 +1,7 @@
 /* model.c - parameters: declared, placed in flat buffers, read from files.
  * Invariants: 1. every element of a parameter belongs to exactly one piece. 2. Flat offsets are
- * multiples of PARAM_ALIGN elements; the gaps stay zero in every buffer. */
+ * multiples of PARAM_ALIGN elements; the gaps stay zero in every buffer. 3. Parameters that stay
+ * f32 lie behind all others, so each type is one stretch. */
 #include "model/model.h"
 
 #include <math.h>
@@ -37,10 +38,7 @@ ith_status ith_model_add_param(ith_model *model, const char *name, int ndim, int
     p->shape[0] = d0;
     p->shape[1] = ndim > 1 ? d1 : 1;
     p->shape[2] = ndim > 2 ? d2 : 1;
-    p->first = model->num_elements;
-    int64_t count = p->shape[0] * p->shape[1] * p->shape[2];
-    model->num_elements = ith_round_up(p->first + count, PARAM_ALIGN);
-    model->num_weights += count;
+    model->num_weights += p->shape[0] * p->shape[1] * p->shape[2];
     *out = (int32_t)model->num_params++;
     return ITH_OK;
 }
@@ -53,13 +51,50 @@ ith_status ith_model_add_piece(ith_model *model, const char *hf_name, int32_t pa
                      sizeof *model->pieces, "tensor names", err));
     if (!hf_name)
         return ith_fail(err, ITH_ERR_MEMORY, "out of memory for tensor names");
-    ith_hf_piece piece = {hf_name, ndim,   {d0, ndim > 1 ? d1 : 1, ndim > 2 ? d2 : 1}, param, first,
-                          0,       is_norm};
+    ith_hf_piece piece = {hf_name, ndim,           {d0, ndim > 1 ? d1 : 1, ndim > 2 ? d2 : 1},
+                          param,   first,          0,
+                          is_norm, ITH_INIT_NORMAL};
     piece.count = piece.shape[0] * piece.shape[1] * piece.shape[2];
     const ith_param *p = &model->params[param];
     ITH_ASSERT(first >= 0 && first + piece.count <= p->shape[0] * p->shape[1] * p->shape[2]);
     model->pieces[model->num_pieces++] = piece;
     return ITH_OK;
+}
+
+void ith_model_set_f32(ith_model *model)
+{
+    model->params[model->num_params - 1].is_f32 = true;
+}
+
+void ith_model_set_init(ith_model *model, ith_init init)
+{
+    model->pieces[model->num_pieces - 1].init = init;
+}
+
+/* Gives every parameter its place: those of the model's type, then those that stay f32. */
+static void assign_places(ith_model *model)
+{
+    for (int f32 = 0; f32 < 2; f32++) {
+        for (int64_t i = 0; i < model->num_params; i++) {
+            ith_param *p = &model->params[i];
+            if (p->is_f32 != (f32 != 0))
+                continue;
+            p->first = model->num_elements;
+            model->num_elements =
+                ith_round_up(p->first + p->shape[0] * p->shape[1] * p->shape[2], PARAM_ALIGN);
+        }
+        if (!f32)
+            model->num_act = model->num_elements;
+    }
+    if (model->dtype == ITH_F32)
+        model->num_act = model->num_elements;
+}
+
+static const ith_model_family *family_of(ith_family family)
+{
+    if (family == ITH_FAMILY_QWEN3_5 || family == ITH_FAMILY_QWEN3_5_MOE)
+        return &ith_family_qwen3_5;
+    return family == ITH_FAMILY_LLADA2 ? &ith_family_llada2 : &ith_family_qwen3;
 }
 
 ith_status ith_model_add_buffer(ith_model *model, const char *hf_name, int64_t count, bool may_lack,
@@ -76,8 +111,8 @@ ith_status ith_model_add_buffer(ith_model *model, const char *hf_name, int64_t c
     return ITH_OK;
 }
 
-ith_status ith_model_create(ith_model **out, const ith_hf_config *config, ith_dtype dtype,
-                            int64_t max_positions, ith_error *err)
+static ith_status create(ith_model **out, const ith_hf_config *config, ith_dtype dtype,
+                         int64_t max_positions, bool has_vision, ith_error *err)
 {
     ITH_ASSERT(dtype == ITH_F32 || dtype == ITH_BF16);
     ith_status status = ITH_OK;
@@ -85,9 +120,10 @@ ith_status ith_model_create(ith_model **out, const ith_hf_config *config, ith_dt
     ITH_TRY(ith_alloc_zero((void **)&model, 1, sizeof *model, "model", err));
     ith_arena_init(&model->arena, 0);
     model->config = config;
-    model->family = config->family == ITH_FAMILY_LLADA2 ? &ith_family_llada2 : &ith_family_qwen3;
+    model->family = family_of(config->family);
     model->dtype = dtype;
     model->max_positions = max_positions;
+    model->has_vision = has_vision;
     int64_t layers = config->num_hidden_layers;
     ITH_TRY_OUT(ith_alloc_zero((void **)&model->keep, layers, sizeof *model->keep, "layers", err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&model->acts, layers, sizeof *model->acts, "layers", err));
@@ -96,11 +132,27 @@ ith_status ith_model_create(ith_model **out, const ith_hf_config *config, ith_dt
     for (int64_t i = 0; i < layers * ITH_LAYER_PARAMS; i++)
         model->layer_param[i] = -1;
     ITH_TRY_OUT(model->family->declare(model, err));
+    assign_places(model);
     *out = model;
     return ITH_OK;
 out:
     ith_model_destroy(model);
     return status;
+}
+
+ith_status ith_model_create(ith_model **out, const ith_hf_config *config, ith_dtype dtype,
+                            int64_t max_positions, ith_error *err)
+{
+    return create(out, config, dtype, max_positions, false, err);
+}
+
+ith_status ith_model_create_multimodal(ith_model **out, const ith_hf_config *config,
+                                       ith_dtype dtype, int64_t max_positions, ith_error *err)
+{
+    if (!config->vision.hidden_size)
+        return ith_fail(err, ITH_ERR_UNSUPPORTED,
+                        "model_type %s without vision_config sees nothing", config->model_type);
+    return create(out, config, dtype, max_positions, true, err);
 }
 
 void ith_model_destroy(ith_model *model)
@@ -113,8 +165,26 @@ void ith_model_destroy(ith_model *model)
     ith_free(model->keep);
     ith_free(model->acts);
     ith_free(model->layer_param);
+    ith_free(model->vision_param);
     ith_arena_deinit(&model->arena);
     ith_free(model);
+}
+
+/* Element `at` of a parameter in a flat buffer. Only model->w is cut in two by type. */
+static char *address_in(const ith_model *model, const ith_param *p, ith_tensor flat, int64_t at,
+                        ith_dtype *dtype)
+{
+    bool apart = p->first >= model->num_act && flat.data == model->w.data;
+    *dtype = apart ? ITH_F32 : flat.dtype;
+    int64_t first = p->first + at - (apart ? model->num_act : 0);
+    return (char *)(apart ? model->w_f32.data : flat.data) + first * ith_dtype_bytes(*dtype);
+}
+
+ith_dtype ith_model_piece_dtype(const ith_model *model, ith_tensor flat, int64_t piece)
+{
+    ith_dtype dtype;
+    address_in(model, &model->params[model->pieces[piece].param], flat, 0, &dtype);
+    return dtype;
 }
 
 ith_tensor ith_param_view(const ith_param *p, ith_tensor flat, int64_t base)
@@ -150,9 +220,14 @@ out:
 ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training)
 {
     int64_t half = ith_rope_dim(&model->config->rope, model->config->head_dim) / 2;
-    int64_t shard = model->shard ? ith_shard_elements(model->shard) : model->num_elements;
+    int64_t shard = model->shard ? ith_shard_elements(model->shard) : model->num_act;
+    int64_t num_f32 = model->num_elements - model->num_act;
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "weights", model->dtype, 1,
-                         model->zero_stage >= 3 ? shard : model->num_elements, 1, 1, 1, &model->w));
+                         model->zero_stage >= 3 ? shard : model->num_act, 1, 1, 1, &model->w));
+    model->w_f32 = ith_tensor_none();
+    if (num_f32)
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "weights kept in f32", ITH_F32, 1, num_f32, 1, 1,
+                             1, &model->w_f32));
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "rope table", model->dtype, 2, model->max_positions,
                          half, 1, 1, &model->rope_cos));
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "rope table", model->dtype, 2, model->max_positions,
@@ -167,13 +242,18 @@ ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training)
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "buffers", ITH_F32, 1,
                              model->num_buffer_elements, 1, 1, 1, &model->buffers));
     for (int64_t i = 0; i < model->num_params; i++) {
-        model->params[i].w = ith_param_view(&model->params[i], model->w, 0);
-        model->params[i].grad = ith_param_view(&model->params[i], model->grad, 0);
+        const ith_param *p = &model->params[i];
+        bool apart = p->first >= model->num_act;
+        model->params[i].w = ith_param_view(p, apart ? model->w_f32 : model->w,
+                                            apart ? model->num_act : 0);
+        model->params[i].grad = ith_param_view(p, model->grad, 0);
     }
     ITH_TRY(ith_model_place_sharded(model, ctx, training));
     if (ith_ctx_counting(ctx))
         return ITH_OK;
     ITH_TRY(ith_zero(ctx, model->w));
+    if (num_f32)
+        ITH_TRY(ith_zero(ctx, model->w_f32));
     if (training)
         ITH_TRY(ith_zero(ctx, model->grad));
     if (model->num_buffers)
@@ -272,6 +352,8 @@ static ith_status find_fused(const ith_hf_piece *piece, const char *experts,
 static const char *keys_of_shape(const char *name)
 {
     static const char *const keys[][2] = {
+        {".linear_attn.", "linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, "
+                          "linear_value_head_dim"},
         {"embed_tokens.", "vocab_size, hidden_size"},
         {"lm_head.", "vocab_size, hidden_size"},
         {".q_norm.", "head_dim"},
@@ -283,6 +365,7 @@ static const char *keys_of_shape(const char *name)
         {".v_proj.", "num_key_value_heads, head_dim, hidden_size"},
         {".mlp.experts.", "moe_intermediate_size, hidden_size"},
         {".mlp.gate.", "num_experts, hidden_size"},
+        {".shared_expert.", "shared_expert_intermediate_size, hidden_size"},
         {".mlp.", "intermediate_size, hidden_size"}};
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++)
         if (strstr(name, keys[i][0]))
@@ -290,8 +373,8 @@ static const char *keys_of_shape(const char *name)
     return NULL;
 }
 
-ith_status ith_model_find_source(const ith_hf_piece *piece, const ith_st_reader *reader,
-                                 ith_piece_source *out, ith_error *err)
+static ith_status find_by_name(const ith_hf_piece *piece, const ith_st_reader *reader,
+                               ith_piece_source *out, ith_error *err)
 {
     const char *experts = strstr(piece->hf_name, ".mlp.experts."),
                *proj = experts ? strrchr(experts, '.') : NULL;
@@ -311,6 +394,39 @@ ith_status ith_model_find_source(const ith_hf_piece *piece, const ith_st_reader 
     return ITH_OK;
 }
 
+/* Text models are stored alone (model.) or inside one that sees (model.language_model.); some
+ * writers put lm_head below model. */
+static bool other_name(const char *name, char *out, size_t out_bytes)
+{
+    static const char *const pairs[][2] = {{"model.language_model.", "model."},
+                                           {"model.", "model.language_model."},
+                                           {"lm_head.", "model.lm_head."}};
+    for (int i = 0; i < 3; i++) {
+        size_t len = strlen(pairs[i][0]);
+        if (strncmp(name, pairs[i][0], len) == 0 && strlen(name) + 32 < out_bytes) {
+            snprintf(out, out_bytes, "%s%s", pairs[i][1], name + len);
+            return true;
+        }
+    }
+    return false;
+}
+
+ith_status ith_model_find_source(const ith_hf_piece *piece, const ith_st_reader *reader,
+                                 ith_piece_source *out, ith_error *err)
+{
+    char name[256];
+    ith_hf_piece other = *piece;
+    ith_error unused = {0};
+    if (!ith_st_find(reader, piece->hf_name) && other_name(piece->hf_name, name, sizeof name)) {
+        other.hf_name = name;
+        if (ith_st_find(reader, name))
+            return find_by_name(&other, reader, out, err);
+        if (find_by_name(&other, reader, out, &unused) == ITH_OK) /* fused experts */
+            return ITH_OK;
+    }
+    return find_by_name(piece, reader, out, err);
+}
+
 /* Elements [first, first + n) of the piece out of its source, in the file's type. */
 static void read_source(const ith_hf_piece *piece, const ith_piece_source *s, int64_t first,
                         int64_t n, char *out)
@@ -328,6 +444,13 @@ static void read_source(const ith_hf_piece *piece, const ith_piece_source *s, in
     }
 }
 
+/* A buffer that holds this rank's shard of the flat layout. Models with f32 parameters of their own
+ * are never cut. */
+static bool is_shard(const ith_model *model, ith_tensor flat)
+{
+    return model->shard && flat.shape[0] != model->num_elements;
+}
+
 static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece *piece,
                              const ith_st_reader *reader, ith_tensor flat, ith_tensor second,
                              char *staging)
@@ -339,7 +462,7 @@ static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece 
         return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED,
                         "tensor %s has type %s; BF16, F16, F32 and F64 can be trained",
                         source.entry->name, ith_dtype_name(dtype));
-    int64_t at = model->params[piece->param].first + piece->first;
+    const ith_param *param = &model->params[piece->param];
     char *raw = staging, *wide = staging + STAGING_ELEMENTS * 8;
     for (int64_t done = 0; done < piece->count;) {
         int64_t n = ith_min_i64(STAGING_ELEMENTS, piece->count - done);
@@ -348,15 +471,22 @@ static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece 
         for (int t = 0; t < 2; t++) {
             if (!targets[t].ndim)
                 continue;
-            int64_t target_size = ith_dtype_bytes(targets[t].dtype), from = 0, to = at + done,
-                    count = n;
-            if (targets[t].shape[0] != model->num_elements) /* a shard: the part that is here */
-                count = ith_shard_overlap(model->shard, at + done, n, &from, &to);
-            if (count == 0)
-                continue;
-            ith_convert(wide, targets[t].dtype, raw, dtype, n);
-            ITH_TRY(ctx->device->upload(ctx->device, (char *)targets[t].data + to * target_size,
-                                        wide + from * target_size, count * target_size, ctx->err));
+            if (is_shard(model, targets[t])) { /* the part that is here */
+                int64_t size_to = ith_dtype_bytes(targets[t].dtype), from = 0, to = 0;
+                int64_t at = param->first + piece->first + done;
+                int64_t count = ith_shard_overlap(model->shard, at, n, &from, &to);
+                if (count == 0)
+                    continue;
+                ith_convert(wide, targets[t].dtype, raw, dtype, n);
+                ITH_TRY(ctx->device->upload(ctx->device, (char *)targets[t].data + to * size_to,
+                                            wide + from * size_to, count * size_to, ctx->err));
+            } else {
+                ith_dtype to;
+                char *target = address_in(model, param, targets[t], piece->first + done, &to);
+                ith_convert(wide, to, raw, dtype, n);
+                ITH_TRY(ctx->device->upload(ctx->device, target, wide, n * ith_dtype_bytes(to),
+                                            ctx->err));
+            }
             ITH_TRY(ctx->device->sync(ctx->device, ctx->err)); /* `wide` is reused */
         }
         done += n;
@@ -404,6 +534,8 @@ ith_status ith_model_load_pieces(ith_model *model, ith_ctx *ctx, const ith_st_re
     ith_status status = ith_zero(ctx, flat); /* the gaps between parameters */
     if (status == ITH_OK && second.ndim)
         status = ith_zero(ctx, second);
+    if (status == ITH_OK && model->w_f32.ndim && flat.data == model->w.data)
+        status = ith_zero(ctx, model->w_f32);
     for (int64_t i = 0; i < model->num_pieces && status == ITH_OK; i++)
         status = load_piece(model, ctx, &model->pieces[i], reader, flat, second, staging);
     ith_free(staging);
@@ -422,12 +554,12 @@ ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor f
 {
     const ith_hf_piece *p = &model->pieces[piece];
     ITH_ASSERT(first >= 0 && n >= 0 && first + n <= p->count);
-    int64_t size = ith_dtype_bytes(flat.dtype),
-            at = model->params[p->param].first + p->first + first;
-    if (flat.shape[0] != model->num_elements)
-        return ith_model_ask(model, ctx, flat, at, n, out);
-    ITH_TRY(ctx->device->download(ctx->device, out, (const char *)flat.data + at * size, n * size,
-                                  ctx->err));
+    if (is_shard(model, flat))
+        return ith_model_ask(model, ctx, flat, model->params[p->param].first + p->first + first, n,
+                             out);
+    ith_dtype dtype;
+    const char *from = address_in(model, &model->params[p->param], flat, p->first + first, &dtype);
+    ITH_TRY(ctx->device->download(ctx->device, out, from, n * ith_dtype_bytes(dtype), ctx->err));
     return ctx->device->sync(ctx->device, ctx->err);
 }
 
@@ -435,10 +567,43 @@ void ith_model_init_piece(const ith_model *model, const ith_hf_piece *piece, uin
                           int64_t first, int64_t n, float *out)
 {
     uint64_t stream = ith_rng_stream(piece->hf_name);
-    for (int64_t i = 0; i < n; i++)
-        out[i] = piece->is_norm ? 1.0f
-                                : (float)(model->config->initializer_range *
-                                          ith_rng_normal(seed, stream, (uint64_t)(first + i)));
+    double range = model->config->initializer_range;
+    ith_init init = piece->is_norm ? ITH_INIT_ONES : piece->init;
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t at = (uint64_t)(first + i);
+        if (init == ITH_INIT_NORMAL)
+            out[i] = (float)(range * ith_rng_normal(seed, stream, at));
+        else if (init == ITH_INIT_A_LOG)
+            out[i] = (float)log(16.0 * (1.0 - ith_rng_uniform(seed, stream, at)));
+        else
+            out[i] = init == ITH_INIT_ONES ? 1.0f : 0.0f;
+    }
+}
+
+ith_status ith_model_place_cache(ith_model *model, ith_ctx *ctx, int64_t batch, int64_t capacity,
+                                 ith_kv_cache *cache)
+{
+    const ith_hf_config *c = model->config;
+    int64_t linear = 0, rows = batch * capacity;
+    for (int64_t l = 0; l < c->num_hidden_layers; l++)
+        linear += c->layer_is_linear[l];
+    cache->batch = batch;
+    cache->capacity = capacity;
+    int64_t layers = c->num_hidden_layers - linear;
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "KV cache", model->dtype, 4, layers, rows,
+                         c->num_key_value_heads, c->head_dim, &cache->k));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "KV cache", model->dtype, 4, layers, rows,
+                         c->num_key_value_heads, c->head_dim, &cache->v));
+    cache->conv = cache->state = ith_tensor_none();
+    if (!linear)
+        return ITH_OK;
+    int64_t width = 2 * c->linear_num_key_heads * c->linear_key_head_dim +
+                    c->linear_num_value_heads * c->linear_value_head_dim;
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "convolution inputs", model->dtype, 3,
+                         linear * batch, c->linear_conv_kernel_dim - 1, width, 1, &cache->conv));
+    return ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "Gated DeltaNet state", ITH_F32, 4,
+                        linear * batch, c->linear_num_value_heads, c->linear_key_head_dim,
+                        c->linear_value_head_dim, &cache->state);
 }
 
 ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int64_t num_docs,
@@ -453,16 +618,27 @@ ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int
     double d = (double)c->hidden_size, q = (double)(c->num_attention_heads * c->head_dim);
     double kv = (double)(c->num_key_value_heads * c->head_dim),
            layers = (double)c->num_hidden_layers;
+    double vd = (double)(c->linear_num_value_heads * c->linear_value_head_dim), recurrence = 0;
+    double kd = (double)(c->linear_num_key_heads * c->linear_key_head_dim);
+    bool gated = model->family == &ith_family_qwen3_5; /* a gate beside every query */
     for (int64_t l = 0; l < c->num_hidden_layers; l++) {
-        weights += d * (q + 2 * kv) + q * d;
+        if (c->layer_is_linear[l]) {
+            weights += d * (2 * kd + 3 * vd + 2 * (double)c->linear_num_value_heads) +
+                       (double)c->linear_conv_kernel_dim * (2 * kd + vd);
+            recurrence += 7 * vd * (double)c->linear_key_head_dim * tokens;
+            layers--;
+        } else {
+            weights += d * ((gated ? 2 : 1) * q + 2 * kv) + q * d;
+        }
         weights += c->layer_is_moe[l]
                        ? 3 * d *
                                  (double)(c->moe_intermediate_size *
                                           (c->num_experts_per_tok + c->num_shared_experts)) +
-                             d * (double)c->num_experts
+                             d * (double)c->num_experts +
+                             3 * d * (double)c->shared_expert_intermediate_size
                        : 3 * d * (double)c->intermediate_size;
     }
-    ith_flops f = {6 * weights * tokens, 3 * 4 * pairs * q * layers,
+    ith_flops f = {6 * weights * tokens, 3 * 4 * pairs * q * layers + 3 * recurrence,
                    6 * d * (double)c->vocab_size * (double)labelled, 0};
     f.total = f.linear + f.attention + f.head;
     return f;

@@ -25,17 +25,24 @@ typedef struct {
     int ndim;
     int64_t shape[3];
     int64_t first;      /* its first element in the flat buffers; a multiple of 64 */
+    bool is_f32;        /* kept in f32 whatever the model's type (A_log): behind all others */
     ith_tensor w, grad; /* views, set by ith_model_place; grad absent when not training */
 } ith_param;
+
+#define ITH_PIECE_DIMS 5
+
+/* ITH_INIT_A_LOG: log of a uniform number in (0, 16). */
+typedef enum { ITH_INIT_NORMAL, ITH_INIT_ZEROS, ITH_INIT_ONES, ITH_INIT_A_LOG } ith_init;
 
 /* A Hugging Face tensor: elements [first, first + count) of a parameter, in the same order. */
 typedef struct {
     const char *hf_name;
     int ndim;
-    int64_t shape[3];
+    int64_t shape[ITH_PIECE_DIMS];
     int32_t param;
     int64_t first, count;
-    bool is_norm; /* initialised with ones */
+    bool is_norm;  /* initialised with ones */
+    ith_init init; /* how, when it is no norm of ones */
 } ith_hf_piece;
 
 /* A vector that is read and never trained (the selection bias of a router): kept in f32 here, and
@@ -64,19 +71,31 @@ typedef struct {
     ith_tensor o, lse;  /* [N,Ha,Dh], [N,Ha] f32 */
     ith_tensor x2;      /* [T,D] residual stream after attention */
     ith_tensor gate_up; /* [T,2I], experts: [S,2Im] */
+    ith_tensor shared_gate_up, shared_out, shared_gate; /* shared expert: [T,2Is], [T,D], [T,1] */
     ith_tensor probs, topk_w, topk_idx, offsets, source, row_of,
-        expert_out;            /* experts, see ops.h */
-    ith_tensor shared_gate_up; /* [T,2Is] shared experts */
-    int64_t mark, host_mark;   /* of ITH_MEM_ACTIVATIONS and ITH_MEM_HOST at the layer's entry */
+        expert_out;          /* experts, see ops.h */
+    int64_t mark, host_mark; /* of ITH_MEM_ACTIVATIONS and ITH_MEM_HOST at the layer's entry */
     void *host_x; /* ITH_KEEP_HOST: x in host memory; the view x is the shared staging buffer */
 } ith_layer_acts;
+
+/* Images and videos of a micro-batch on the device; see vision.h. F features. */
+typedef struct {
+    int64_t num_patches;                /* N; 0: none */
+    ith_tensor pixels;                  /* [N, patch width] act */
+    ith_tensor corners, corner_weights; /* [N,4] I32, f32: of the position table */
+    ith_tensor cos, sin;                /* [N, head_dim/2] act */
+    ith_tensor order, order4;           /* 0, 1, 2, ..: [N] and [4N] I32 */
+    ith_seqs segments;                  /* one for each temporal patch */
+    ith_tensor rows;                    /* [F] I32 rows of the text that features replace */
+} ith_vision_batch;
 
 /* A micro-batch on the device: packed rows without padding. Under context parallelism rows, ids and
  * positions are this rank's slice [T] of the N tokens of its group, and seqs describes all N. */
 typedef struct {
     int64_t num_tokens;
-    int64_t group_tokens;         /* N */
-    ith_tensor ids, position_ids; /* [T] I32; positions count from 0 in each document */
+    int64_t group_tokens; /* N */
+    /* [T] I32; positions count from 0 in each document. With media: positions [3,T]. */
+    ith_tensor ids, position_ids;
     ith_seqs seqs;
     bool bidirectional;      /* every row sees its whole document; else causal, by seqs' blocks */
     int64_t num_rows;        /* M: rows with a label */
@@ -84,12 +103,16 @@ typedef struct {
     ith_tensor seeds; /* [M] f32: weight / C, C = sum of weights over the whole optimizer step */
     float share; /* sum of the seeds: this micro-batch's part of the step; scales the balancing loss
                   */
+    ith_vision_batch vision;
 } ith_batch;
 
-/* Keys and values of past tokens, for generation. */
+/* What generation keeps of past tokens: keys and values of the A attention layers; of the G linear
+ * layers (Gated DeltaNet) the last inputs of the convolution and the state. */
 typedef struct {
     int64_t batch, capacity;
-    ith_tensor k, v;    /* [L, B*C, Hkv, Dh] act */
+    ith_tensor k, v;    /* [A, B*C, Hkv, Dh] act */
+    ith_tensor conv;    /* [G*B, K-1, conv width] act; absent when G = 0 */
+    ith_tensor state;   /* [G*B, Hv, Dk, Dv] f32; absent when G = 0 */
     ith_tensor lengths; /* I32 rows in use, the tokens of the running call included: [B]; of a
                            family that decodes whole blocks [B*n], one for each of n queries */
 } ith_kv_cache;
@@ -125,6 +148,7 @@ struct ith_model {
     int64_t num_params, cap_params, num_pieces, cap_pieces, num_buffers, cap_buffers;
     int64_t num_buffer_elements;
     int64_t num_elements;            /* of the flat buffers, gaps included */
+    int64_t num_act;                 /* the first of them, in the model's type; the rest is f32 */
     int64_t num_weights;             /* real parameters */
     int32_t embed, final_norm, head; /* parameter indices; head == embed when tied */
     int32_t *layer_param;            /* [L * ITH_LAYER_PARAMS], -1 absent */
@@ -132,7 +156,8 @@ struct ith_model {
     /* placed. What zero_stage cuts is this rank's shard of the flat layout: grad from 2 on, w in 3;
      * then the first and last block (embeddings, norm, head) are whole in `ends_*`, and one layer
      * at a time is in `window_*`. */
-    ith_tensor w, grad; /* [num_elements] or [shard elements] act, f32 */
+    ith_tensor w, grad; /* [num_act] act, [num_elements] f32; or [shard elements] */
+    ith_tensor w_f32;   /* [num_elements - num_act] f32; absent when that is 0 */
     ith_tensor ends_w, ends_grad, window_w, window_grad;
     ith_shard *shard;      /* borrowed; NULL: nothing is cut */
     int zero_stage;        /* 0 without shard */
@@ -141,6 +166,13 @@ struct ith_model {
     ith_tensor buffers; /* [num_buffer_elements] f32; absent when there is none */
     int64_t max_positions;
     ith_tensor rope_cos, rope_sin; /* [max_positions, rd/2] act */
+
+    bool has_vision;       /* the tower is part of the model (else its tensors only pass through) */
+    int32_t *vision_param; /* parameter indices, see vision.c */
+    ith_tensor vision_x;   /* saved inputs of its blocks */
+    int64_t vision_mark;
+
+    float norm_offset; /* of the layer norms: 0, or 1 where weights are stored around zero */
 
     /* a walk */
     ith_keep *keep; /* [L] */
@@ -160,7 +192,7 @@ struct ith_model {
 /* Indices into layer_param. */
 enum {
     ITH_P_INPUT_NORM,
-    ITH_P_QKV,
+    ITH_P_QKV, /* all that one product makes of the normed input */
     ITH_P_Q_NORM,
     ITH_P_K_NORM,
     ITH_P_O,
@@ -168,9 +200,14 @@ enum {
     ITH_P_GATE_UP, /* dense or [E,2Im,D] */
     ITH_P_DOWN,    /* dense or [E,D,Im] */
     ITH_P_ROUTER,
-    ITH_P_ROUTER_BIAS, /* a buffer */
-    ITH_P_SHARED_GATE_UP,
+    ITH_P_ROUTER_BIAS,    /* a buffer */
+    ITH_P_SHARED_GATE_UP, /* shared experts */
     ITH_P_SHARED_DOWN,
+    ITH_P_SHARED_GATE,
+    ITH_P_CONV, /* Gated DeltaNet; QKV and O are its projections */
+    ITH_P_A_LOG,
+    ITH_P_DT_BIAS,
+    ITH_P_GDN_NORM,
     ITH_LAYER_PARAMS
 };
 
@@ -178,6 +215,9 @@ enum {
  * the model. max_positions: rows of the RoPE table, at least the longest document. */
 ith_status ith_model_create(ith_model **out, const ith_hf_config *config, ith_dtype dtype,
                             int64_t max_positions, ith_error *err);
+/* The same with the vision tower, which the config must have. */
+ith_status ith_model_create_multimodal(ith_model **out, const ith_hf_config *config,
+                                       ith_dtype dtype, int64_t max_positions, ith_error *err);
 void ith_model_destroy(ith_model *model);
 /* Pushes weights, RoPE tables and (training) gradients; fills the tables when not counting. */
 ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training);
@@ -225,6 +265,8 @@ ith_status ith_model_serve_end(const ith_model *model, ith_ctx *ctx);
 ith_status ith_model_ask(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t first,
                          int64_t n, void *out);
 
+/* Type of a piece in a flat buffer: f32 parameters of model->w lie in model->w_f32. */
+ith_dtype ith_model_piece_dtype(const ith_model *model, ith_tensor flat, int64_t piece);
 /* Contents of piece i of a flat buffer, elements [first, first + n) of the piece, in the buffer's
  * type, to host memory. */
 ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t piece,
@@ -238,6 +280,11 @@ ith_status ith_model_head_input(ith_model *model, ith_ctx *ctx, ith_tensor hidde
 ith_status ith_model_logits(ith_model *model, ith_ctx *ctx, ith_tensor logits, ith_tensor hidden,
                             ith_tensor rows);
 
+/* Pushes what generation keeps of `batch` sequences of `capacity` tokens. lengths is the caller's.
+ */
+ith_status ith_model_place_cache(ith_model *model, ith_ctx *ctx, int64_t batch, int64_t capacity,
+                                 ith_kv_cache *cache);
+
 /* For families. The name formats take the layer number. */
 ith_status ith_model_add_param(ith_model *model, const char *name, int ndim, int64_t d0, int64_t d1,
                                int64_t d2, int32_t *out, ith_error *err);
@@ -247,6 +294,10 @@ ith_status ith_model_add_piece(ith_model *model, const char *hf_name, int32_t pa
 /* *out: index into buffer_list. */
 ith_status ith_model_add_buffer(ith_model *model, const char *hf_name, int64_t count, bool may_lack,
                                 int32_t *out, ith_error *err);
+/* The parameter added last is kept in f32. */
+void ith_model_set_f32(ith_model *model);
+/* The piece added last is initialised like that. */
+void ith_model_set_init(ith_model *model, ith_init init);
 const char *ith_model_text(ith_model *model, const char *fmt, ...)
     ITH_PRINTF(2, 3); /* NULL: out of memory */
 
@@ -269,6 +320,7 @@ static inline ith_tensor ith_layer_buffer(const ith_model *model, int64_t layer,
 }
 
 extern const ith_model_family ith_family_qwen3;
+extern const ith_model_family ith_family_qwen3_5;
 extern const ith_model_family ith_family_llada2;
 
 /* Random weights as transformers makes them: normal(0, initializer_range), norms 1. Keyed by (seed,

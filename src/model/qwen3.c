@@ -10,7 +10,7 @@
  * forward's.
  * 3. A dense MLP runs in tiles of mlp_tile rows, forward and backward, so its width never meets all
  * rows at once. */
-#include "model/model.h"
+#include "model/blocks.h"
 
 typedef ith_tensor T;
 
@@ -370,7 +370,7 @@ static ith_status mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, in
         ITH_TRY(ith_rmsnorm_forward(ctx, n2, ith_row_range(a->x2, r0, r1), rstd2,
                                     ith_row_range(o_out, r0, r1), ith_row_range(a->x, r0, r1),
                                     ith_layer_param(m, l, ITH_P_POST_NORM)->w,
-                                    (float)c->rms_norm_eps, 0.0f));
+                                    (float)c->rms_norm_eps, m->norm_offset));
         T delta = ith_row_range(m->delta, r0, r1);
         if (moe) {
             if (!a->gate_up.ndim)
@@ -593,7 +593,7 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, n, 1, 1, 1,
                              &rstd2));
         ITH_TRY(ith_rmsnorm_forward(ctx, n2, none, rstd2, x2, none, norm->w, (float)c->rms_norm_eps,
-                                    0.0f));
+                                    m->norm_offset));
         ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output gradient", m->dtype, n, c->hidden_size,
                      &dn2));
         if (moe) {
@@ -622,7 +622,8 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
             ITH_TRY(ith_linear_backward_weight(ctx, up->grad, gate_up, n2));
             ITH_TRY(ith_linear_backward_input(ctx, dn2, gate_up, up->w, false));
         }
-        ITH_TRY(ith_rmsnorm_backward(ctx, dy, norm->grad, dn2, dy, x2, rstd2, norm->w, 0.0f));
+        ITH_TRY(
+            ith_rmsnorm_backward(ctx, dy, norm->grad, dn2, dy, x2, rstd2, norm->w, m->norm_offset));
         ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     }
     return ITH_OK;
@@ -760,6 +761,53 @@ static ith_status qwen3_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
         ITH_WRAP(layer_decode(m, ctx, b, l, cache, rows, prefill), ctx->err, "layer %lld",
                  (long long)l);
     return ith_add(ctx, hidden, m->residual, m->delta);
+}
+
+/* ---- for other families (blocks.h)
+ * ---------------------------------------------------------------------------------------- */
+
+ith_status ith_block_open(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
+{
+    ITH_TRY(open_stream(m, ctx, b, training));
+    return open_balance(m, ctx, training);
+}
+
+ith_status ith_block_mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T o_out)
+{
+    return mlp_forward(m, ctx, b, l, o_out);
+}
+
+ith_status ith_block_mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
+{
+    return mlp_backward(m, ctx, b, l, dx);
+}
+
+ith_status ith_block_push_experts(ith_model *m, ith_ctx *ctx, ith_mem_class where,
+                                  ith_layer_acts *a, int64_t t)
+{
+    return push_experts(m, ctx, where, a, t);
+}
+
+ith_status ith_block_experts_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                     T n2, bool count_load)
+{
+    return experts_forward(m, ctx, b, l, n2, count_load);
+}
+
+ith_status ith_block_experts_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                      T dn2, T dy, T n2)
+{
+    return experts_backward(m, ctx, b, l, dn2, dy, n2);
+}
+
+ith_status ith_block_to_host(ith_ctx *ctx, const ith_layer_acts *a)
+{
+    return a->host_x ? move_to_host(ctx, a) : ITH_OK;
+}
+
+ith_status ith_block_from_host(ith_ctx *ctx, const ith_layer_acts *a)
+{
+    return a->host_x ? move_from_host(ctx, a) : ITH_OK;
 }
 
 const ith_model_family ith_family_qwen3 = {ITH_FAMILY_QWEN3, qwen3_declare, qwen3_forward,

@@ -28,7 +28,7 @@ static ith_status loss_of_chunk(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
                              1, 1, &dxn));
         ITH_TRY(ith_linear_backward_input(ctx, dxn, logits, head->w, false));
         ITH_TRY(ith_rmsnorm_backward(ctx, dxn, norm->grad, dxn, ith_tensor_none(), x, rstd, norm->w,
-                                     0.0f));
+                                     m->norm_offset));
         ITH_TRY(ith_scatter_rows(ctx, dhidden, dxn, rows));
     }
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);

@@ -63,7 +63,9 @@ static ith_status place_all(ith_step *s)
     if (c->training)
         ITH_TRY(place_optimizer(s));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, tokens, &s->ids));
-    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, tokens, &s->position_ids));
+    int64_t axes = s->model->has_vision ? 3 : 1;
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, axes * tokens, &s->position_ids));
+    ITH_TRY(ith_vision_buffers_place(&s->vision, s->model, ctx, c->vision));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_docs + 1, &s->cu_seqlens));
     s->noisy = ith_tensor_none();
     if (c->noisy)
@@ -131,6 +133,15 @@ static ith_status update_shard(ith_step *s, ith_adamw_hyper hyper)
     return ith_model_refresh_weights(m, ctx);
 }
 
+/* Elements [begin, end) of the flat buffers, of which w holds the weights. */
+static ith_status adamw_range(ith_step *s, T w, int64_t begin, int64_t end, ith_adamw_hyper hyper)
+{
+    T master = s->master.ndim ? ith_row_range(s->master, begin, end) : s->master;
+    return ith_adamw(s->ctx, w, master, ith_row_range(s->m, begin, end),
+                     ith_row_range(s->v, begin, end), ith_row_range(s->model->grad, begin, end),
+                     s->scale, hyper, s->config.seed, begin, true);
+}
+
 static ith_status update(ith_step *s, ith_adamw_hyper hyper)
 {
     ith_ctx *ctx = s->ctx;
@@ -139,8 +150,16 @@ static ith_status update(ith_step *s, ith_adamw_hyper hyper)
         return update_shard(s, hyper);
     ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, s->model->grad));
     ITH_TRY(ith_clip_scale(ctx, s->norm, s->scale, s->sumsq, s->config.max_grad_norm));
-    return ith_adamw(ctx, s->model->w, s->master, s->m, s->v, s->model->grad, s->scale, hyper,
-                     s->config.seed, 0, true);
+    const ith_model *m = s->model;
+    ITH_TRY(adamw_range(s, m->w, 0, m->num_act, hyper));
+    return m->w_f32.ndim ? adamw_range(s, m->w_f32, m->num_act, m->num_elements, hyper) : ITH_OK;
+}
+
+/* [T], or three rows for a model that sees. */
+static T positions_of(const ith_step *s, int64_t tokens)
+{
+    return s->model->has_vision ? ith_tensor_2d(s->position_ids.data, ITH_I32, 3, tokens)
+                                : ith_row_range(s->position_ids, 0, tokens);
 }
 
 /* The batch without contents; group_tokens of the cp group, tokens of this rank. */
@@ -150,7 +169,8 @@ static void bind_batch(ith_step *s, int64_t group_tokens, int64_t tokens, int64_
     s->batch = (ith_batch){.num_tokens = tokens,
                            .group_tokens = group_tokens,
                            .ids = ith_row_range(s->ids, 0, tokens),
-                           .position_ids = ith_row_range(s->position_ids, 0, tokens),
+                           .position_ids = positions_of(s, tokens),
+                           .vision = ith_vision_buffers_largest(&s->vision, s->model),
                            .seqs = {.cu_seqlens = ith_row_range(s->cu_seqlens, 0, docs + 1),
                                     .cu_host = cu,
                                     .num_docs = docs,
@@ -419,7 +439,12 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
     }
     s->batch.share = (float)(b->weight_sum / weight_sum);
     ITH_TRY(d->upload(d, s->ids.data, b->ids + begin, tokens * 4, err));
-    ITH_TRY(d->upload(d, s->position_ids.data, b->position_ids + begin, tokens * 4, err));
+    ITH_ASSERT(!s->model->has_vision || tokens == b->num_tokens); /* towers run on one rank */
+    for (int64_t axis = 0; axis < (s->model->has_vision ? 3 : 1); axis++)
+        ITH_TRY(d->upload(d, (int32_t *)s->position_ids.data + axis * tokens,
+                          b->mrope ? b->mrope + axis * tokens : b->position_ids + begin, tokens * 4,
+                          err));
+    ITH_TRY(ith_vision_buffers_fill(&s->vision, s->model, s->ctx, b, &s->batch.vision));
     ITH_TRY(d->upload(d, s->cu_seqlens.data, b->cu_seqlens, (b->num_docs + 1) * 4, err));
     ITH_TRY(d->upload(d, s->rows.data, s->host_rows, rows * 4, err));
     ITH_TRY(d->upload(d, s->labels.data, s->host_labels, rows * 4, err));

@@ -17,12 +17,14 @@
 
 #include "data/batching.h"
 #include "model/model.h"
+#include "train/vision_buffers.h"
 
 typedef struct {
     const ith_mesh *mesh; /* borrowed; NULL: one rank */
     int zero_stage;       /* 1: optimizer cut among the ranks; 2: gradients too; 3: weights too */
     /* of a micro-batch; under context parallelism of the whole one, which the group shares */
     int64_t max_tokens, max_docs, max_labels, max_doc_tokens;
+    ith_vision_limits vision; /* of a model with a tower */
     int64_t chunk_rows;   /* rows of logits at a time; 0: chosen */
     bool training;        /* false: evaluation only, no gradients, no optimizer */
     bool evaluates;       /* ith_step_eval will be called between steps */
@@ -57,6 +59,7 @@ typedef struct ith_step {
     ith_tensor master, m, v;
     /* device: batch, accumulators */
     ith_batch batch;
+    ith_vision_buffers vision;
     ith_tensor ids, position_ids, cu_seqlens, noisy, rows, labels, seeds, row_loss;
     ith_tensor loss_sum, balance_sum, sumsq, norm, scale;
     /* host staging */

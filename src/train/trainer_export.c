@@ -21,7 +21,8 @@ typedef struct {
 
 static ith_status push_piece(exporter *x, int64_t i, ith_model_sink *sink, ith_error *err)
 {
-    int64_t size = ith_dtype_bytes(x->flat.dtype), count = x->t->model->pieces[i].count;
+    int64_t size = ith_dtype_bytes(ith_model_piece_dtype(x->t->model, x->flat, i)),
+            count = x->t->model->pieces[i].count;
     for (int64_t done = 0; done < count;) {
         int64_t n = ith_min_i64(STAGING_ELEMENTS, count - done);
         ITH_TRY(
@@ -91,8 +92,9 @@ static ith_status list_tensors(exporter *x, const ith_st_reader *reader, ith_err
         bool begins = !s->fused || s->first == 0;
         if (!begins)
             continue;
-        x->tensors[x->count] =
-            (ith_st_entry){.name = s->entry->name, .dtype = x->flat.dtype, .ndim = s->entry->ndim};
+        x->tensors[x->count] = (ith_st_entry){.name = s->entry->name,
+                                              .dtype = ith_model_piece_dtype(m, x->flat, i),
+                                              .ndim = s->entry->ndim};
         memcpy(x->tensors[x->count].shape, s->entry->shape, sizeof s->entry->shape);
         x->first_piece[x->count++] = i;
         if (s->fused && s->entry->shape[0] != m->config->num_experts)

@@ -50,7 +50,8 @@ static ith_status stream_piece(flat_source *s, int64_t i,
                                                  ith_error *err),
                                void *arg, ith_error *err)
 {
-    int64_t size = ith_dtype_bytes(s->flat.dtype), count = s->t->model->pieces[i].count;
+    int64_t size = ith_dtype_bytes(ith_model_piece_dtype(s->t->model, s->flat, i)),
+            count = s->t->model->pieces[i].count;
     for (int64_t done = 0; done < count;) {
         int64_t n = ith_min_i64(STAGING_BYTES / size, count - done);
         ITH_TRY(
@@ -105,7 +106,9 @@ static ith_status make_groups(ith_trainer *t, group_list *g, ith_error *err)
         for (int64_t i = 0; i < t->model->num_pieces; i++) {
             const ith_hf_piece *p = &t->model->pieces[i];
             g->tensors[k][i] =
-                (ith_state_tensor){.name = p->hf_name, .dtype = flats[k].dtype, .ndim = p->ndim};
+                (ith_state_tensor){.name = p->hf_name,
+                                   .dtype = ith_model_piece_dtype(t->model, flats[k], i),
+                                   .ndim = p->ndim};
             memcpy(g->tensors[k][i].shape, p->shape, sizeof p->shape);
         }
         g->sources[k] = (flat_source){t, flats[k], g->staging};

@@ -268,6 +268,9 @@ static ith_status check_mesh(const ith_trainer *t, ith_error *err)
     if (t->mesh && ith_is_diffusion(t->config, &t->hf))
         return ith_config_fail(t->config, t->layout.cp_size > 1 ? "cp_size" : "ranks", err,
                                "diffusion models train on one rank only so far (use 1)");
+    if (t->mesh && (t->hf.family == ITH_FAMILY_QWEN3_5 || t->hf.family == ITH_FAMILY_QWEN3_5_MOE))
+        return ith_config_fail(t->config, t->layout.cp_size > 1 ? "cp_size" : "ranks", err,
+                               "Qwen3.5 trains on one rank only so far (use 1)");
     if (t->mesh && t->config->verify && ith_config_zero_stage(t->config) > 0)
         return ith_config_fail(t->config, "verify", err,
                                "true reads whole buffers, zero_stage %d cuts them (use zero_stage "

@@ -106,9 +106,15 @@ static ith_status check_cleared(void *arg, const ith_hf_piece *piece, int64_t fi
 static ith_status check_rounded(void *arg, const ith_hf_piece *piece, int64_t first, int64_t n,
                                 const char *a, const char *b, ith_error *err)
 {
-    (void)arg;
+    const ith_model *model = arg;
     const uint16_t *w = (const uint16_t *)(const void *)a;
     const float *master = (const float *)(const void *)b;
+    if (model->params[piece->param].is_f32) {
+        if (memcmp(a, b, (size_t)n * 4) != 0)
+            return ith_fail(err, ITH_ERR_RUN, "verify: %s: differs from its f32 master",
+                            piece->hf_name);
+        return ITH_OK;
+    }
     for (int64_t i = 0; i < n; i++)
         if (w[i] != ith_f32_to_bf16(master[i]))
             return ith_fail(err, ITH_ERR_RUN,
@@ -123,5 +129,5 @@ ith_status ith_verify_update(ith_trainer *t, ith_error *err)
     ITH_TRY(walk(t, t->model->grad, ith_tensor_none(), check_cleared, NULL, err));
     if (!t->step->master.ndim)
         return ITH_OK;
-    return walk(t, t->model->w, t->step->master, check_rounded, NULL, err);
+    return walk(t, t->model->w, t->step->master, check_rounded, t->model, err);
 }

@@ -168,8 +168,29 @@ static ith_micro_batch deal(const ith_micro_batch *all, const ith_mesh *mesh, in
     return b;
 }
 
+/* Images of the case, with our own positions. */
+static void add_media(const golden *g, ith_micro_batch *b)
+{
+    const ith_st_entry *pixels = entry_of(g, "pixel_values"), *grid = entry_of(g, "image_grid_thw");
+    if (!pixels)
+        return;
+    b->num_grids = ith_st_numel(grid) / 3;
+    b->grids = (const ith_grid *)(const void *)ints(grid);
+    float *values = ith_malloc(ith_st_numel(pixels) * 4);
+    b->mrope = ith_malloc(3 * b->num_tokens * 4);
+    if (!values || !b->mrope)
+        exit(1);
+    memcpy(values, pixels->data, (size_t)ith_st_numel(pixels) * 4);
+    b->pixels = values;
+    die_on(ith_mrope_positions(&g->config, b->ids, b->cu_seqlens, b->num_docs, b->grids,
+                               b->num_grids, b->mrope, &err));
+}
+
 static void free_batch(ith_micro_batch *b)
 {
+    ith_free((void *)(uintptr_t)b->pixels);
+    ith_free((void *)(uintptr_t)b->grids);
+    ith_free(b->mrope);
     ith_free(b->ids);
     ith_free(b->position_ids);
     ith_free(b->labels);
@@ -192,6 +213,18 @@ typedef struct {
     ith_step *step;
 } bench;
 
+static ith_vision_limits vision_limits(const ith_micro_batch *batch)
+{
+    ith_vision_limits limits = {0};
+    for (int64_t i = 0; i < batch->num_grids; i++) {
+        limits.max_patches += ith_grid_patches(batch->grids[i]);
+        limits.max_segments += batch->grids[i].t;
+        limits.max_segment_patches =
+            ith_max_i64(limits.max_segment_patches, (int64_t)batch->grids[i].h * batch->grids[i].w);
+    }
+    return limits;
+}
+
 static void open_bench(bench *b, const golden *g, const options *o, const ith_micro_batch *batch,
                        mask_kind mask, double max_grad_norm)
 {
@@ -199,11 +232,14 @@ static void open_bench(bench *b, const golden *g, const options *o, const ith_mi
     die_on(ith_session_open(&b->session, o->device, 0, o->threads, false, &err));
     if (o->reference)
         b->session.ctx.backend = ith_backend_ref();
-    die_on(ith_model_create(&b->model, &g->config, o->dtype,
-                            ith_max_i64(batch->num_tokens, GREEDY_CAPACITY), &err));
+    int64_t positions = ith_max_i64(batch->num_tokens, GREEDY_CAPACITY);
+    die_on(batch->num_grids
+               ? ith_model_create_multimodal(&b->model, &g->config, o->dtype, positions, &err)
+               : ith_model_create(&b->model, &g->config, o->dtype, positions, &err));
     ith_step_config c = {.mesh = o->mesh,
                          .zero_stage = o->zero,
                          .max_tokens = batch->num_tokens,
+                         .vision = vision_limits(batch),
                          .max_docs = batch->num_docs,
                          .max_labels = ith_max_i64(batch->num_labels, 1),
                          .max_doc_tokens = batch->num_tokens,
@@ -289,6 +325,7 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
     ith_ctx *ctx = &b->session.ctx;
     ith_model *m = b->model;
     int64_t n = 0, v = m->config->vocab_size;
+    ith_vision_buffers vision;
     ith_plan *kept = ctx->plan,
              *own =
                  NULL; /* logits of all rows are not part of a training step: a plan of their own */
@@ -302,7 +339,10 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
         for (int c = 0; c < ITH_MEM_CLASSES; c++)
             marks[c] = ith_plan_mark(own, (ith_mem_class)c);
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "ids", ITH_I32, 1, n, 1, 1, 1, &ids));
-        die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "pos", ITH_I32, 1, n, 1, 1, 1, &pos));
+        int64_t axes = m->has_vision ? 3 : 1;
+        die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "pos", ITH_I32, 1, axes * n, 1, 1, 1, &pos));
+        die_on(ith_vision_buffers_place(&vision, m, ctx, vision_limits(batch)));
+        ith_vision_batch media = ith_vision_buffers_largest(&vision, m);
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "rows", ITH_I32, 1, n, 1, 1, 1, &rows));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "cu", ITH_I32, 1, batch->num_docs + 1, 1, 1,
                             1, &cu));
@@ -318,7 +358,12 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
                 all[i] = (int32_t)i;
             ith_device *d = ctx->device;
             die_on(d->upload(d, ids.data, batch->ids + begin, n * 4, &err));
-            die_on(d->upload(d, pos.data, batch->position_ids + begin, n * 4, &err));
+            for (int64_t axis = 0; axis < axes; axis++)
+                die_on(d->upload(d, (int32_t *)pos.data + axis * n,
+                                 batch->mrope ? batch->mrope + axis * n
+                                              : batch->position_ids + begin,
+                                 n * 4, &err));
+            die_on(ith_vision_buffers_fill(&vision, m, ctx, batch, &media));
             die_on(d->upload(d, rows.data, all, n * 4, &err));
             die_on(d->upload(d, cu.data, batch->cu_seqlens, (batch->num_docs + 1) * 4, &err));
             if (batch->noisy)
@@ -332,7 +377,8 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
         ith_batch dev = {.num_tokens = n,
                          .group_tokens = batch->num_tokens,
                          .ids = ids,
-                         .position_ids = pos,
+                         .position_ids = axes == 3 ? ith_tensor_2d(pos.data, ITH_I32, 3, n) : pos,
+                         .vision = media,
                          .seqs = {.cu_seqlens = cu,
                                   .cu_host = batch->cu_seqlens,
                                   .num_docs = batch->num_docs,
@@ -721,6 +767,7 @@ static void run_golden(golden *g, const options *o, results *r)
     int32_t *ids = ints(ids_entry), *labels = ints(entry_of(g, "labels"));
     int32_t cu[2] = {0, (int32_t)ith_st_numel(ids_entry)};
     ith_micro_batch one = batch_of(ids, labels, cu, 1);
+    add_media(g, &one);
     check_batch(g, o, &one, causal, "one document", entry_of(g, "logits"), number(g->json, "loss"),
                 "grads", r);
     check_adamw(g, o, &one, causal, r);

@@ -876,6 +876,8 @@ static ith_status adamw(op_run *r, const int64_t *a)
  * does) add about one rounding of the output, which the plain reference does not have. */
 #define FLOOR_ATTENTION 2e-3
 
+#include "op_cases_gdn.inc"
+
 #define FAMILY(op, exact, floor, params)                                                           \
     static const op_family family_##op = {#op, params, op, exact, NMSE, floor};
 
@@ -913,6 +915,24 @@ FAMILY(grouped_linear_backward_input, false, FLOOR, "T E k skew N D tail")
 FAMILY(grouped_linear_backward_weight, false, FLOOR, "T E k skew N D tail")
 FAMILY(expert_combine, false, FLOOR, "T E k D base weights")
 FAMILY(expert_combine_backward, false, FLOOR, "T E k D alias")
+FAMILY(conv1d_silu_forward, false, FLOOR, "docs C K history pad")
+FAMILY(conv1d_silu_backward, false, FLOOR, "docs C K history pad")
+FAMILY(gdn_gates_forward, false, FLOOR, "T H pad")
+FAMILY(gdn_gates_backward, false, FLOOR, "T H pad")
+FAMILY(gated_delta_rule_forward, false, FLOOR, "docs Hk Hv Dk Dv decay state")
+FAMILY(gated_delta_rule_backward, false, FLOOR, "docs Hk Hv Dk Dv decay state")
+FAMILY(gated_rmsnorm_forward, false, FLOOR, "T H D pad alias")
+FAMILY(gated_rmsnorm_backward, false, FLOOR, "T H D pad alias")
+FAMILY(sigmoid_gate_forward, false, FLOOR, "T H D pad alias")
+FAMILY(sigmoid_gate_backward, false, FLOOR, "T H D pad alias")
+FAMILY(row_gate_forward, false, FLOOR, "T H D pad alias")
+FAMILY(row_gate_backward, false, FLOOR, "T H D pad alias")
+FAMILY(layernorm_forward, false, FLOOR, "T H D pad alias")
+FAMILY(layernorm_backward, false, FLOOR, "T H D pad alias")
+FAMILY(bias_add, false, FLOOR, "T H D pad alias")
+FAMILY(bias_backward, false, FLOOR, "T H D pad alias")
+FAMILY(gelu_forward, false, FLOOR, "T H D pad alias")
+FAMILY(gelu_backward, false, FLOOR, "T H D pad alias")
 FAMILY(sumsq_accumulate, false, FLOOR, "rows cols")
 FAMILY(clip_scale, false, FLOOR, "value max_norm")
 FAMILY(adamw, true, FLOOR, "n master state step skip zero first")

@@ -758,6 +758,236 @@ static void test_moves_are_adjoint(void **state)
     ith_arena_deinit(&g.arena);
 }
 
+/* ---- Gated DeltaNet ---- */
+
+/* Documents of length 5, 1, 0, 2 in tiny cases; longer ones cross the stretches of the reference.
+ */
+static const int32_t tiny_docs[] = {0, 5, 6, 6, 8}, large_docs[] = {0, 70, 71, 71, 150};
+
+static int64_t make_docs(grad_case *g, bool large)
+{
+    const int32_t *cu = large ? large_docs : tiny_docs;
+    g->seqs = (ith_seqs){.cu_seqlens = int_tensor(g, 5, cu),
+                         .cu_host = cu,
+                         .num_docs = 4,
+                         .max_len = large ? 79 : 5};
+    return cu[4];
+}
+
+static ith_status conv_fwd(grad_case *g)
+{
+    return ith_conv1d_silu_forward(&g->ctx, g->out[0], g->in[0], g->in[1], none(), g->seqs);
+}
+
+static ith_status conv_bwd(grad_case *g)
+{
+    return ith_conv1d_silu_backward(&g->ctx, g->grad[0], g->grad[1], g->dout[0], g->in[0], g->in[1],
+                                    g->seqs);
+}
+
+static void test_conv1d_silu_gradient(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        bool large = i == 3;
+        int64_t taps = i == 0 ? 1 : i == 1 ? 2 : 4;
+        grad_case g;
+        case_begin(&g, "conv1d_silu", conv_fwd, conv_bwd);
+        int64_t tokens = make_docs(&g, large), width = large ? 9 : 3;
+        add_in(&g, 2, tokens, width, 1);
+        add_in(&g, 2, width, taps, 1);
+        add_out(&g, 2, tokens, width, 1);
+        case_end(&g, !large);
+    }
+}
+
+static ith_status gdn_gates_fwd(grad_case *g)
+{
+    return ith_gdn_gates_forward(&g->ctx, g->out[0], g->out[1], g->in[0], g->in[1], g->in[2],
+                                 g->in[3]);
+}
+
+static ith_status gdn_gates_bwd(grad_case *g)
+{
+    return ith_gdn_gates_backward(&g->ctx, g->grad[0], g->grad[1], g->grad[2], g->grad[3],
+                                  g->dout[0], g->dout[1], g->in[0], g->in[1], g->in[2], g->in[3]);
+}
+
+static void test_gdn_gates_gradient(void **state)
+{
+    (void)state;
+    grad_case g;
+    case_begin(&g, "gdn_gates", gdn_gates_fwd, gdn_gates_bwd);
+    add_in(&g, 2, 4, 3, 1);
+    add_in(&g, 2, 4, 3, 1);
+    add_in(&g, 1, 3, 1, 1);
+    add_in(&g, 1, 3, 1, 1);
+    add_out(&g, 2, 4, 3, 1);
+    add_out(&g, 2, 4, 3, 1);
+    doubles(g.in[0])[2] = 25; /* above the threshold of softplus */
+    case_end(&g, true);
+}
+
+/* in q, k, v, g, beta */
+static ith_status delta_fwd(grad_case *g)
+{
+    return ith_gated_delta_rule_forward(&g->ctx, g->out[0], g->in[0], g->in[1], g->in[2], g->in[3],
+                                        g->in[4], none(), g->seqs, 0.7F);
+}
+
+static ith_status delta_bwd(grad_case *g)
+{
+    return ith_gated_delta_rule_backward(&g->ctx, g->grad[0], g->grad[1], g->grad[2], g->grad[3],
+                                         g->grad[4], g->dout[0], g->in[0], g->in[1], g->in[2],
+                                         g->in[3], g->in[4], g->seqs, 0.7F);
+}
+
+static void test_gated_delta_rule_gradient(void **state)
+{
+    (void)state;
+    for (int large = 0; large < 2; large++) {
+        grad_case g;
+        case_begin(&g, "gated_delta_rule", delta_fwd, delta_bwd);
+        int64_t tokens = make_docs(&g, large), dk = large ? 6 : 2, dv = large ? 5 : 3;
+        add_in(&g, 3, tokens, 2, dk);
+        add_in(&g, 3, tokens, 2, dk);
+        add_in(&g, 3, tokens, 4, dv);
+        add_in(&g, 2, tokens, 4, 1);
+        add_in(&g, 2, tokens, 4, 1);
+        add_out(&g, 3, tokens, 4, dv);
+        for (int64_t i = 0; i < tokens * 4; i++) { /* decay at most 1, write strength in (0, 1) */
+            doubles(g.in[3])[i] = -0.3 * fabs(doubles(g.in[3])[i]);
+            doubles(g.in[4])[i] = 1 / (1 + exp(doubles(g.in[4])[i]));
+        }
+        case_end(&g, !large);
+    }
+}
+
+static ith_status gated_norm_fwd(grad_case *g)
+{
+    return ith_gated_rmsnorm_forward(&g->ctx, g->out[0], g->in[0], g->in[1], g->in[2], 1e-6F);
+}
+
+static ith_status gated_norm_bwd(grad_case *g)
+{
+    return ith_gated_rmsnorm_backward(&g->ctx, g->grad[0], g->grad[1], g->grad[2], g->dout[0],
+                                      g->in[0], g->in[1], g->in[2], 1e-6F);
+}
+
+static void test_gated_rmsnorm_gradient(void **state)
+{
+    (void)state;
+    for (int large = 0; large < 2; large++) {
+        grad_case g;
+        case_begin(&g, "gated_rmsnorm", gated_norm_fwd, gated_norm_bwd);
+        int64_t tokens = large ? 20 : 2, heads = large ? 4 : 2, dim = large ? 16 : 3;
+        add_in(&g, 3, tokens, heads, dim);
+        add_in(&g, 3, tokens, heads, dim);
+        add_in(&g, 1, dim, 1, 1);
+        add_out(&g, 3, tokens, heads, dim);
+        case_end(&g, !large);
+    }
+}
+
+static ith_status sigmoid_gate_fwd(grad_case *g)
+{
+    return ith_sigmoid_gate_forward(&g->ctx, g->out[0], g->in[0], g->in[1]);
+}
+
+static ith_status sigmoid_gate_bwd(grad_case *g)
+{
+    return ith_sigmoid_gate_backward(&g->ctx, g->grad[0], g->grad[1], g->dout[0], g->in[0],
+                                     g->in[1]);
+}
+
+static ith_status row_gate_fwd(grad_case *g)
+{
+    return ith_row_gate_forward(&g->ctx, g->out[0], g->in[2], g->in[0], g->in[1]);
+}
+
+static ith_status row_gate_bwd(grad_case *g)
+{
+    memcpy(g->grad[2].data, g->dout[0].data, (size_t)ith_tensor_bytes(g->dout[0]));
+    return ith_row_gate_backward(&g->ctx, g->grad[0], g->grad[1], g->dout[0], g->in[0], g->in[1]);
+}
+
+static void test_gate_gradients(void **state)
+{
+    (void)state;
+    grad_case g;
+    case_begin(&g, "sigmoid_gate", sigmoid_gate_fwd, sigmoid_gate_bwd);
+    add_in(&g, 3, 3, 2, 4);
+    add_in(&g, 3, 3, 2, 4);
+    add_out(&g, 3, 3, 2, 4);
+    case_end(&g, true);
+    case_begin(&g, "row_gate", row_gate_fwd, row_gate_bwd);
+    add_in(&g, 2, 3, 5, 1);
+    add_in(&g, 2, 3, 1, 1);
+    add_in(&g, 2, 3, 5, 1);
+    add_out(&g, 2, 3, 5, 1);
+    case_end(&g, true);
+}
+
+/* ---- vision ---- */
+
+static ith_status layernorm_fwd(grad_case *g)
+{
+    return ith_layernorm_forward(&g->ctx, g->out[0], g->saved[0], g->saved[1], g->in[0], g->in[1],
+                                 g->in[2], 1e-6F);
+}
+
+static ith_status layernorm_bwd(grad_case *g)
+{
+    return ith_layernorm_backward(&g->ctx, g->grad[0], g->grad[1], g->grad[2], g->dout[0], none(),
+                                  g->in[0], g->saved[0], g->saved[1], g->in[1]);
+}
+
+static void test_layernorm_gradient(void **state)
+{
+    (void)state;
+    for (int large = 0; large < 2; large++) {
+        int64_t rows = large ? 30 : 2, width = large ? 40 : 4;
+        grad_case g;
+        case_begin(&g, "layernorm", layernorm_fwd, layernorm_bwd);
+        add_in(&g, 2, rows, width, 1);
+        add_in(&g, 1, width, 1, 1);
+        add_in(&g, 1, width, 1, 1);
+        add_out(&g, 2, rows, width, 1);
+        g.saved[0] = new_tensor(&g, ITH_F64, 1, rows, 1, 1);
+        g.saved[1] = new_tensor(&g, ITH_F64, 1, rows, 1, 1);
+        case_end(&g, !large);
+    }
+}
+
+/* A biased activation: gelu(x + b). */
+static ith_status gelu_fwd(grad_case *g)
+{
+    memcpy(g->saved[0].data, g->in[0].data, (size_t)ith_tensor_bytes(g->in[0]));
+    ITH_TRY(ith_bias_add(&g->ctx, g->saved[0], g->in[1]));
+    return ith_gelu_forward(&g->ctx, g->out[0], g->saved[0], g->p[0] != 0);
+}
+
+static ith_status gelu_bwd(grad_case *g)
+{
+    ITH_TRY(ith_gelu_backward(&g->ctx, g->grad[0], g->dout[0], g->saved[0], g->p[0] != 0));
+    return ith_bias_backward(&g->ctx, g->grad[1], g->grad[0]);
+}
+
+static void test_gelu_and_bias_gradient(void **state)
+{
+    (void)state;
+    for (int tanh_form = 0; tanh_form < 2; tanh_form++) {
+        grad_case g;
+        case_begin(&g, tanh_form ? "gelu, tanh" : "gelu, erf", gelu_fwd, gelu_bwd);
+        g.p[0] = tanh_form;
+        add_in(&g, 2, 5, 4, 1);
+        add_in(&g, 1, 4, 1, 1);
+        add_out(&g, 2, 5, 4, 1);
+        g.saved[0] = new_tensor(&g, ITH_F64, 2, 5, 4, 1);
+        case_end(&g, true);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -774,6 +1004,13 @@ int main(void)
         cmocka_unit_test(test_group_router_gradient),
         cmocka_unit_test(test_moe_block_gradient),
         cmocka_unit_test(test_moves_are_adjoint),
+        cmocka_unit_test(test_conv1d_silu_gradient),
+        cmocka_unit_test(test_gdn_gates_gradient),
+        cmocka_unit_test(test_gated_delta_rule_gradient),
+        cmocka_unit_test(test_gated_rmsnorm_gradient),
+        cmocka_unit_test(test_gate_gradients),
+        cmocka_unit_test(test_layernorm_gradient),
+        cmocka_unit_test(test_gelu_and_bias_gradient),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -96,6 +96,7 @@ static void choose(void)
     ith_cpu_fill_gemm(&table);
     ith_cpu_fill_attention(&table);
     ith_cpu_fill_rows(&table);
+    ith_cpu_fill_gdn(&table);
 }
 
 const ith_backend *ith_backend_cpu(void)

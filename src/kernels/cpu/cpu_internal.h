@@ -64,6 +64,7 @@ typedef struct {
 /* Arguments of the row operators; rows_impl.h says at each what is where. */
 typedef struct {
     ith_tensor t[10], ids, more[2];
+    ith_seqs seqs;
     float f[2];
     int64_t i[4];
     bool flag;
@@ -71,6 +72,15 @@ typedef struct {
     ith_cpu_adamw adamw;
     uint64_t seed;
 } ith_cpu_rows;
+
+/* The gated delta rule. */
+typedef struct {
+    ith_tensor o, q, k, v, g, beta, state, dq, dk, dv, dg, dbeta, do_;
+    ith_seqs seqs;
+    float scale;
+    char *scratch; /* per-thread parts */
+    int64_t thread_bytes;
+} ith_cpu_delta;
 
 typedef struct {
     const char *name;
@@ -99,6 +109,11 @@ typedef struct {
     ith_task rmsnorm_forward, rmsnorm_backward, rope_forward, rope_backward;
     ith_task swiglu_forward, swiglu_backward, add, cast, cross_entropy, dot;
     ith_task combine, combine_backward, router_forward, adamw;
+    ith_task delta_forward, delta_backward;
+    int64_t (*delta_bytes)(const ith_cpu_delta *a, bool backward); /* of one thread */
+    ith_task conv_forward, conv_backward; /* over pieces of conv_lanes channels */
+    int64_t conv_lanes, conv_max_taps;
+    ith_task gated_norm_forward, gated_norm_backward, sigmoid_gate_forward, sigmoid_gate_backward;
     float (*exp_at)(float x); /* the vector exponential, for tests */
 } ith_cpu_level;
 
@@ -137,5 +152,6 @@ bool ith_onednn_gemm(const ith_cpu_gemm *g, int threads);
 void ith_cpu_fill_gemm(ith_backend *b);
 void ith_cpu_fill_attention(ith_backend *b);
 void ith_cpu_fill_rows(ith_backend *b);
+void ith_cpu_fill_gdn(ith_backend *b);
 
 #endif

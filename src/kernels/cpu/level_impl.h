@@ -13,6 +13,7 @@
 #include "kernels/cpu/gemm_impl.h"
 #include "kernels/cpu/attention_impl.h"
 #include "kernels/cpu/rows_impl.h"
+#include "kernels/cpu/gdn_impl.h"
 
 static float exp_at(float x)
 {
@@ -36,5 +37,6 @@ const ith_cpu_level LEVEL_TABLE = {
     .attention_backward = attention_backward,
     .attention_decode = attention_decode,
     .attention_bytes = attention_bytes,
-    ROWS_TABLE.exp_at = exp_at,
+    ROWS_TABLE GDN_TABLE,
+    .exp_at = exp_at,
 };

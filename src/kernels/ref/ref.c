@@ -99,6 +99,57 @@ PICK_RUN(expert_combine_backward, dy,
          (ith_ctx * ctx, ith_t_ dx, ith_t_ dtopk_w, ith_t_ dy, ith_t_ x, ith_t_ topk_w,
           ith_t_ row_of),
          (ctx, dx, dtopk_w, dy, x, topk_w, row_of))
+PICK_RUN(conv1d_silu_forward, y,
+         (ith_ctx * ctx, ith_t_ y, ith_t_ x, ith_t_ w, ith_t_ history, ith_seqs seqs),
+         (ctx, y, x, w, history, seqs))
+PICK_RUN(conv1d_silu_backward, dy,
+         (ith_ctx * ctx, ith_t_ dx, ith_t_ dw, ith_t_ dy, ith_t_ x, ith_t_ w, ith_seqs seqs),
+         (ctx, dx, dw, dy, x, w, seqs))
+PICK_RUN(gdn_gates_forward, a,
+         (ith_ctx * ctx, ith_t_ g, ith_t_ beta, ith_t_ a, ith_t_ b, ith_t_ a_log, ith_t_ dt_bias),
+         (ctx, g, beta, a, b, a_log, dt_bias))
+PICK_RUN(gdn_gates_backward, a,
+         (ith_ctx * ctx, ith_t_ da, ith_t_ db, ith_t_ da_log, ith_t_ ddt_bias, ith_t_ dg,
+          ith_t_ dbeta, ith_t_ a, ith_t_ b, ith_t_ a_log, ith_t_ dt_bias),
+         (ctx, da, db, da_log, ddt_bias, dg, dbeta, a, b, a_log, dt_bias))
+PICK(gated_delta_rule_forward, q,
+     (ith_ctx * ctx, ith_t_ o, ith_t_ q, ith_t_ k, ith_t_ v, ith_t_ g, ith_t_ beta, ith_t_ state,
+      ith_seqs seqs, float scale),
+     (ctx, o, q, k, v, g, beta, state, seqs, scale))
+PICK(gated_delta_rule_backward, q,
+     (ith_ctx * ctx, ith_t_ dq, ith_t_ dk, ith_t_ dv, ith_t_ dg, ith_t_ dbeta, ith_t_ do_, ith_t_ q,
+      ith_t_ k, ith_t_ v, ith_t_ g, ith_t_ beta, ith_seqs seqs, float scale),
+     (ctx, dq, dk, dv, dg, dbeta, do_, q, k, v, g, beta, seqs, scale))
+PICK_RUN(gated_rmsnorm_forward, x,
+         (ith_ctx * ctx, ith_t_ y, ith_t_ x, ith_t_ z, ith_t_ w, float eps), (ctx, y, x, z, w, eps))
+PICK_RUN(gated_rmsnorm_backward, x,
+         (ith_ctx * ctx, ith_t_ dx, ith_t_ dz, ith_t_ dw, ith_t_ dy, ith_t_ x, ith_t_ z, ith_t_ w,
+          float eps),
+         (ctx, dx, dz, dw, dy, x, z, w, eps))
+PICK_RUN(sigmoid_gate_forward, x, (ith_ctx * ctx, ith_t_ y, ith_t_ x, ith_t_ gate),
+         (ctx, y, x, gate))
+PICK_RUN(sigmoid_gate_backward, x,
+         (ith_ctx * ctx, ith_t_ dx, ith_t_ dgate, ith_t_ dy, ith_t_ x, ith_t_ gate),
+         (ctx, dx, dgate, dy, x, gate))
+PICK_RUN(row_gate_forward, x, (ith_ctx * ctx, ith_t_ y, ith_t_ base, ith_t_ x, ith_t_ gate),
+         (ctx, y, base, x, gate))
+PICK_RUN(row_gate_backward, x,
+         (ith_ctx * ctx, ith_t_ dx, ith_t_ dgate, ith_t_ dy, ith_t_ x, ith_t_ gate),
+         (ctx, dx, dgate, dy, x, gate))
+PICK_RUN(layernorm_forward, x,
+         (ith_ctx * ctx, ith_t_ y, ith_t_ mean, ith_t_ rstd, ith_t_ x, ith_t_ w, ith_t_ b,
+          float eps),
+         (ctx, y, mean, rstd, x, w, b, eps))
+PICK_RUN(layernorm_backward, x,
+         (ith_ctx * ctx, ith_t_ dx, ith_t_ dw, ith_t_ db, ith_t_ dy, ith_t_ dres, ith_t_ x,
+          ith_t_ mean, ith_t_ rstd, ith_t_ w),
+         (ctx, dx, dw, db, dy, dres, x, mean, rstd, w))
+PICK_RUN(bias_add, y, (ith_ctx * ctx, ith_t_ y, ith_t_ b), (ctx, y, b))
+PICK_RUN(bias_backward, dy, (ith_ctx * ctx, ith_t_ db, ith_t_ dy), (ctx, db, dy))
+PICK_RUN(gelu_forward, x, (ith_ctx * ctx, ith_t_ y, ith_t_ x, bool approximate),
+         (ctx, y, x, approximate))
+PICK_RUN(gelu_backward, x, (ith_ctx * ctx, ith_t_ dx, ith_t_ dy, ith_t_ x, bool approximate),
+         (ctx, dx, dy, x, approximate))
 PICK_RUN(adamw, w,
          (ith_ctx * ctx, ith_t_ w, ith_t_ master, ith_t_ m, ith_t_ v, ith_t_ grad, ith_t_ scale,
           ith_adamw_hyper hyper, uint64_t seed, int64_t first, bool zero_grad),
@@ -248,6 +299,25 @@ const ith_backend *ith_backend_ref(void)
         .grouped_linear_backward_weight = {grouped_linear_backward_weight, NULL},
         .expert_combine = {expert_combine, NULL},
         .expert_combine_backward = {expert_combine_backward, NULL},
+        .conv1d_silu_forward = {conv1d_silu_forward, NULL},
+        .conv1d_silu_backward = {conv1d_silu_backward, NULL},
+        .gdn_gates_forward = {gdn_gates_forward, NULL},
+        .gdn_gates_backward = {gdn_gates_backward, NULL},
+        .gated_delta_rule_forward = {gated_delta_rule_forward, gated_delta_rule_forward_workspace},
+        .gated_delta_rule_backward = {gated_delta_rule_backward,
+                                      gated_delta_rule_backward_workspace},
+        .gated_rmsnorm_forward = {gated_rmsnorm_forward, NULL},
+        .gated_rmsnorm_backward = {gated_rmsnorm_backward, NULL},
+        .sigmoid_gate_forward = {sigmoid_gate_forward, NULL},
+        .sigmoid_gate_backward = {sigmoid_gate_backward, NULL},
+        .row_gate_forward = {row_gate_forward, NULL},
+        .row_gate_backward = {row_gate_backward, NULL},
+        .layernorm_forward = {layernorm_forward, NULL},
+        .layernorm_backward = {layernorm_backward, NULL},
+        .bias_add = {bias_add, NULL},
+        .bias_backward = {bias_backward, NULL},
+        .gelu_forward = {gelu_forward, NULL},
+        .gelu_backward = {gelu_backward, NULL},
         .sumsq_accumulate = {sumsq_accumulate, NULL},
         .clip_scale = {clip_scale, NULL},
         .adamw = {adamw, NULL},

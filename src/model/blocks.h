@@ -1,0 +1,29 @@
+/* blocks.h - the parts of a decoder layer that families share; qwen3.c holds them.
+ *
+ * They read m->norm_offset and the usual entries of layer_param, and work on m->acts[l]. */
+#ifndef ITH_MODEL_BLOCKS_H
+#define ITH_MODEL_BLOCKS_H
+
+#include "model/model.h"
+
+/* The stream (m->residual, m->delta) = (embeddings, 0), and the vectors of the balancing loss. */
+ith_status ith_block_open(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training);
+/* Dense layers. x2 = x + o_out and m->delta = MLP(norm(x2)), in tiles; backward: dx in, the
+ * gradient of the layer's output; out, that of x2. */
+ith_status ith_block_mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                 ith_tensor o_out);
+ith_status ith_block_mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                  ith_tensor dx);
+/* Expert layers: the tensors they need on a class of memory; routing and experts from n2 = norm(x2)
+ * up to a->expert_out; dn2 from dy, the gradient of the combined output. */
+ith_status ith_block_push_experts(ith_model *m, ith_ctx *ctx, ith_mem_class where,
+                                  ith_layer_acts *a, int64_t t);
+ith_status ith_block_experts_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                     ith_tensor n2, bool count_load);
+ith_status ith_block_experts_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                      ith_tensor dn2, ith_tensor dy, ith_tensor n2);
+/* ITH_KEEP_HOST: x to host memory after forward, back before backward; else nothing. */
+ith_status ith_block_to_host(ith_ctx *ctx, const ith_layer_acts *a);
+ith_status ith_block_from_host(ith_ctx *ctx, const ith_layer_acts *a);
+
+#endif

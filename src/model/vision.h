@@ -1,0 +1,42 @@
+/* vision.h - the vision tower of Qwen3.5: patches in, rows of the text's width out.
+ *
+ * Patches come in merge-block order: spatial_merge_size^2 patches that become one feature lie
+ * together. All items of a micro-batch go through the tower at once; attention is whole within each
+ * temporal patch of each item, and nowhere else. */
+#ifndef ITH_MODEL_VISION_H
+#define ITH_MODEL_VISION_H
+
+#include "image/grid.h"
+#include "model/model.h"
+
+/* Values of a patch: channels * time * height * width. */
+int64_t ith_vision_patch_width(const ith_hf_vision *v);
+
+/* What the tower wants to know about its patches, on the host. N patches in all, S segments. */
+typedef struct {
+    int32_t *corners;      /* [N,4] rows of the position table */
+    float *corner_weights; /* [N,4] bilinear, 0 where there is no neighbour */
+    float *cos, *sin;      /* [N, head_dim/2] */
+    int32_t *cu_seqlens;   /* [S + 1] */
+    int64_t num_segments, max_len;
+} ith_vision_layout;
+/* Fills the arrays, which have room. */
+void ith_vision_lay_out(const ith_hf_vision *v, const ith_grid *grids, int64_t num_grids,
+                        ith_vision_layout *out);
+
+/* Three position rows [3,T] (time, height, width) of packed documents, each counting from 0: text
+ * advances all three; an image stands at one time, its features at their row and column, and the
+ * text goes on behind the longer side. Fails when runs of media tokens and grids do not fit. */
+ith_status ith_mrope_positions(const ith_hf_config *c, const int32_t *ids,
+                               const int32_t *cu_seqlens, int64_t num_docs, const ith_grid *grids,
+                               int64_t num_grids, int32_t *positions, ith_error *err);
+
+/* Parameters of the tower and merger, under model.visual. */
+ith_status ith_vision_declare(ith_model *m, ith_error *err);
+/* Features of b->vision replace their rows of m->stream. Saves for backward when training. */
+ith_status ith_vision_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training);
+/* Gradients of the tower from those rows of dstream, which are then set to zero. Releases what
+ * forward saved. */
+ith_status ith_vision_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, ith_tensor dstream);
+
+#endif

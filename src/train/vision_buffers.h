@@ -1,0 +1,30 @@
+/* vision_buffers.h - images and videos of a micro-batch, from host arrays to the device. */
+#ifndef ITH_TRAIN_VISION_BUFFERS_H
+#define ITH_TRAIN_VISION_BUFFERS_H
+
+#include "data/batching.h"
+#include "model/vision.h"
+
+/* Largest counts of a micro-batch. max_patches 0: no media. */
+typedef struct {
+    int64_t max_patches, max_segments, max_segment_patches;
+} ith_vision_limits;
+
+typedef struct {
+    ith_vision_limits limits;
+    ith_tensor pixels, corners, corner_weights, cos, sin, order, cu_seqlens, rows;
+    ith_vision_layout host; /* and staging of what is uploaded */
+    int32_t *host_order, *host_rows;
+    char *host_typed; /* one array in the model's type */
+} ith_vision_buffers;
+
+/* Pushes everything (device and host) for the largest micro-batch. */
+ith_status ith_vision_buffers_place(ith_vision_buffers *b, const ith_model *m, ith_ctx *ctx,
+                                    ith_vision_limits limits);
+/* The largest batch, without contents: for counting. */
+ith_vision_batch ith_vision_buffers_largest(const ith_vision_buffers *b, const ith_model *m);
+/* Lays out and uploads the media of a micro-batch; waits for the device. */
+ith_status ith_vision_buffers_fill(ith_vision_buffers *b, const ith_model *m, ith_ctx *ctx,
+                                   const ith_micro_batch *batch, ith_vision_batch *out);
+
+#endif
