@@ -457,6 +457,8 @@ static void check_batch(const golden *g, const options *o, const ith_micro_batch
     bench b;
     int32_t *origin = NULL;
     ith_micro_batch mine = deal(batch, o->mesh, &origin);
+    if (batch->num_grids) /* media run on one rank: mine is all */
+        add_media(g, &mine);
     open_bench(&b, g, o, batch, mask, 0);
     if (logits)
         check_logits(&b, o, &mine, origin, mask, logits, r, what);
@@ -500,6 +502,8 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
     bench b;
     int32_t *origin = NULL;
     ith_micro_batch mine = deal(batch, o->mesh, &origin);
+    if (batch->num_grids) /* media run on one rank: mine is all */
+        add_media(g, &mine);
     open_bench(&b, g, o, batch, mask, number(a, "max_grad_norm"));
     for (int64_t i = 0; i < 3; i++) {
         ith_step_stats stats;
