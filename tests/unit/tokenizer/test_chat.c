@@ -567,15 +567,16 @@ static void test_encode_prompt_labels_nothing(void **state)
     ith_chat_close(chat);
 }
 
-/* Goal: any failing allocation gives one error and no leak (under ASan). */
+/* Goal: any failing allocation gives one error, or is survived (base/json.c asks once more), and no
+ * leak (under ASan). */
 static void test_every_failing_allocation_is_reported(void **state)
 {
     (void)state;
     json_t *m = json_pack("[o, o]", turn("user", NULL, "hello <|im_end|>", 0),
                           turn("assistant", "fox", "yes", 1));
-    bool failed = true;
+    bool hit = true;
     int64_t n = 1;
-    for (; failed && n < 20000; n += n < 300 ? 1 : 13) {
+    for (; hit && n < 20000; n += n < 300 ? 1 : 13) {
         ith_chat *chat = NULL;
         ith_encoded e = {0};
         ith_error_clear(&err);
@@ -583,9 +584,9 @@ static void test_every_failing_allocation_is_reported(void **state)
         ith_status status = ith_chat_open(&chat, NULL, think_template, tokenizer, &err);
         if (status == ITH_OK)
             status = ith_chat_encode_turns(chat, m, NULL, &e, NULL, &err);
+        hit = ith_fault_count(ITH_FAULT_ALLOC) >= n;
         ith_fault_set(ITH_FAULT_ALLOC, 0);
-        failed = status != ITH_OK;
-        if (failed && strlen(err.text) == 0)
+        if (status != ITH_OK && strlen(err.text) == 0)
             fail_msg("allocation %lld: status %d without a text", (long long)n, (int)status);
         ith_encoded_deinit(&e);
         ith_chat_close(chat);
