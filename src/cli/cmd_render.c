@@ -13,10 +13,7 @@ static ith_status read_input(const ith_args *args, json_t **out, ith_error *err)
     if (args->num_positional > 1)
         return ith_json_load(out, args->positional[1], err);
     ith_buf text = {0};
-    char chunk[65536];
-    for (size_t n; (n = fread(chunk, 1, sizeof chunk, stdin)) > 0;)
-        ith_buf_append(&text, chunk, (int64_t)n);
-    ith_status status = ith_buf_check(&text, "stdin", err);
+    ith_status status = ith_read_stdin(&text, err);
     if (status == ITH_OK)
         status = ith_json_parse(out, text.data, text.len, "stdin", err);
     ith_buf_deinit(&text);

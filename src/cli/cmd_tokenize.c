@@ -8,16 +8,6 @@
 #include "cli/commands.h"
 #include "tokenizer/tokenizer.h"
 
-static ith_status read_stdin(ith_buf *text, ith_error *err)
-{
-    char chunk[65536];
-    for (size_t n; (n = fread(chunk, 1, sizeof chunk, stdin)) > 0;)
-        ith_buf_append(text, chunk, (int64_t)n);
-    if (ferror(stdin))
-        return ith_fail(err, ITH_ERR_IO, "stdin: cannot read");
-    return ith_buf_check(text, "stdin", err);
-}
-
 /* Numbers between blanks, commas and brackets. */
 static ith_status parse_ids(const char *text, const ith_tokenizer *t, ith_ids *out, ith_error *err)
 {
@@ -80,7 +70,7 @@ static ith_status tokenize(const ith_args *args, const ith_tokenizer *t, ith_err
     if (args->num_positional > 1)
         ith_buf_puts(&text, args->positional[1]);
     else
-        status = read_stdin(&text, err);
+        status = ith_read_stdin(&text, err);
     if (status == ITH_OK && ith_args_flag(args, "decode")) {
         status = parse_ids(text.data ? text.data : "", t, &ids, err);
         if (status == ITH_OK)

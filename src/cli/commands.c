@@ -41,6 +41,16 @@ ith_status ith_print(const ith_buf *text, ith_error *err)
     return ITH_OK;
 }
 
+ith_status ith_read_stdin(ith_buf *text, ith_error *err)
+{
+    char chunk[65536];
+    for (size_t n; (n = fread(chunk, 1, sizeof chunk, stdin)) > 0;)
+        ith_buf_append(text, chunk, (int64_t)n);
+    if (ferror(stdin))
+        return ith_fail(err, ITH_ERR_IO, "stdin: cannot read");
+    return ith_buf_check(text, "stdin", err);
+}
+
 ith_status ith_print_page(void (*write)(ith_buf *out), ith_error *err)
 {
     ith_buf text = {0};

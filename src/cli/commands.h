@@ -44,6 +44,8 @@ void ith_write_completion_zsh(ith_buf *out);
 void ith_write_completion_fish(ith_buf *out);
 /* Writes a page to stdout. */
 ith_status ith_print_page(void (*write)(ith_buf *out), ith_error *err);
+/* Appends all of stdin. */
+ith_status ith_read_stdin(ith_buf *text, ith_error *err);
 /* Writes bytes to stdout. */
 ith_status ith_print(const ith_buf *text, ith_error *err);
 
