@@ -20,7 +20,7 @@ includedir=\${prefix}/@CMAKE_INSTALL_INCLUDEDIR@
 Name: ithaca
 Description: @PROJECT_DESCRIPTION@
 Version: @PROJECT_VERSION@
-Requires: jansson yaml-0.1 libpcre2-8 libutf8proc
+Requires: jansson yaml-0.1 libpcre2-8 libutf8proc@ITH_IMAGE_PC@
 Libs: -L\${libdir} -lithaca @pc_extra@-lm -ldl -lpthread
 Cflags: -I\${includedir}
 ")

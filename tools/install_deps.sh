@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs what the build needs and finds missing (Debian 12, Ubuntu 22.04 and later). Root or sudo.
 # --program: only what the program itself needs, neither tests nor optional libraries.
-# Required: compiler, CMake, libyaml, jansson, PCRE2, utf8proc, cmocka (tests). Optional: oneDNN, Open MPI.
+# Required: compiler, CMake, libyaml, jansson, PCRE2, utf8proc, cmocka (tests). Optional: oneDNN, Open MPI, libpng,
+# libjpeg-turbo, libwebp.
 set -eu
 missing=""
 need() { # need PACKAGE FILE...: any of the files present means installed
@@ -25,6 +26,9 @@ have_optional() { pkg=$1; shift; for f in "$@"; do for g in $f; do [ -e "$g" ] &
 [ "${1:-}" = --program ] || have_optional libdnnl-dev /usr/include/dnnl.h "/usr/include/oneapi/dnnl/dnnl.h"
 [ "${1:-}" = --program ] || have_optional libopenmpi-dev /usr/include/mpi.h "/usr/include/*/mpi.h" "/usr/lib/*/openmpi/include/mpi.h"
 have_optional openmpi-bin /usr/bin/mpirun /usr/local/bin/mpirun
+have_optional libpng-dev /usr/include/png.h /usr/local/include/png.h
+have_optional libjpeg-dev /usr/include/jpeglib.h /usr/local/include/jpeglib.h
+have_optional libwebp-dev /usr/include/webp/decode.h /usr/local/include/webp/decode.h
 [ -z "$missing$optional" ] && exit 0
 if ! command -v apt-get >/dev/null; then
     [ -z "$missing" ] && exit 0

@@ -5,7 +5,9 @@
 #include "checkpoint/model_dir.h"
 #include "cli/commands.h"
 #include "cli/terminal.h"
+#include "base/file.h"
 #include "data/batching.h"
+#include "model/media_open.h"
 
 #include <inttypes.h>
 #include <limits.h>
@@ -21,6 +23,8 @@ typedef struct {
     ith_tokenizer *tokenizer;
     ith_chat *chat;
     ith_pool *pool;
+    ith_hf_config hf;
+    ith_media *media; /* NULL: the model reads text only, or has no config.json here */
     ith_samples *samples;
     ith_batcher *batcher;
     bool colours;
@@ -62,10 +66,26 @@ static bool ends_line(const view *v, int32_t id)
            bytes[len - 1] == '\n';
 }
 
+static bool is_media(const view *v, int32_t id)
+{
+    const ith_media_tokens *m = v->media ? ith_media_ids(v->media) : NULL;
+    return m && (id == m->image || id == m->video);
+}
+
+/* Tokens from t on that are shown as one: those of a frame, else 1. */
+static int64_t run_of(const view *v, const int32_t *ids, int64_t t, int64_t n)
+{
+    int64_t end = t + 1;
+    while (is_media(v, ids[t]) && end < n && ids[end] == ids[t])
+        end++;
+    return end - t;
+}
+
 /* One document. Without colours tokens are divided by | and the trained ones stand in [[ ]]. */
 static void put_tokens(view *v, const int32_t *ids, const bool *trained, int64_t n)
 {
-    for (int64_t t = 0; t < n; t++) {
+    for (int64_t t = 0, run = 1; t < n; t += run) {
+        run = run_of(v, ids, t, n);
         bool begins = trained[t] && (t == 0 || !trained[t - 1]);
         bool ends = trained[t] && (t + 1 == n || !trained[t + 1]);
         if (v->colours)
@@ -73,12 +93,28 @@ static void put_tokens(view *v, const int32_t *ids, const bool *trained, int64_t
         else
             ith_buf_puts(&v->out, begins ? "[[" : (t && !ends_line(v, ids[t - 1]) ? "|" : ""));
         put_token(v, ids[t]);
+        if (run > 1)
+            ith_buf_printf(&v->out, " x %" PRId64, run);
         if (v->colours)
             ith_buf_puts(&v->out, "\033[0m");
         else if (ends)
             ith_buf_puts(&v->out, "]]");
-        if (ends_line(v, ids[t]) || t + 1 == n)
+        if (ends_line(v, ids[t]) || t + run == n)
             ith_buf_putc(&v->out, '\n');
+    }
+}
+
+/* The images and videos of a sample, a line each. */
+static void put_media(view *v, const ith_sample *s)
+{
+    for (int64_t i = 0; i < s->num_media; i++) {
+        const ith_media_item *m = &s->media[i];
+        ith_buf_printf(&v->out, "%s %" PRId64 ": %s: ", m->num_frames ? "video" : "image", i + 1,
+                       ith_samples_media_path(v->samples, m));
+        if (m->num_frames)
+            ith_buf_printf(&v->out, "%d x ", m->grid.t);
+        ith_buf_printf(&v->out, "%d x %d patches, %" PRId64 " tokens\n", m->grid.h, m->grid.w,
+                       ith_media_features(ith_media_ids(v->media), m->grid));
     }
 }
 
@@ -98,6 +134,7 @@ static ith_status put_sample(view *v, int64_t entry, ith_error *err)
         ith_buf_printf(&v->out, ", messages 1-%d", s.cut);
     ith_buf_printf(&v->out, ": %" PRId64 " tokens, %" PRId64 " trained, weight %g\n", s.num_tokens,
                    s.num_labels, s.weight_sum);
+    put_media(v, &s);
     put_tokens(v, s.ids, trained, s.num_tokens);
     if (s.full_tokens > s.num_tokens)
         ith_buf_printf(&v->out, "... %" PRId64 " more tokens, cut off by cutoff_len\n",
@@ -223,6 +260,22 @@ static ith_status put_packing(view *v, ith_error *err)
     return ITH_OK;
 }
 
+/* Whether the model sees is in its config.json; a folder with a tokenizer alone reads text. */
+static ith_status open_media(view *v, ith_error *err)
+{
+    ith_buf path = {0};
+    const char *model = v->config.model;
+    ith_path_join(&path, model, "config.json");
+    ith_status status = ith_buf_check(&path, model, err);
+    if (status == ITH_OK && ith_path_exists(path.data)) {
+        status = ith_hf_config_load(&v->hf, model, err);
+        if (status == ITH_OK)
+            status = ith_media_open_model(&v->media, model, &v->config, &v->hf, v->tokenizer, err);
+    }
+    ith_buf_deinit(&path);
+    return status;
+}
+
 static ith_status open_view(view *v, bool eval, ith_error *err)
 {
     const ith_config *c = &v->config;
@@ -237,10 +290,14 @@ static ith_status open_view(view *v, bool eval, ith_error *err)
     ITH_TRY(ith_pool_create(&v->pool, (int)c->nproc, err));
     ITH_TRY(ith_tokenizer_open(&v->tokenizer, c->model, err));
     ITH_TRY(ith_chat_open(&v->chat, c->model, c->custom_chat_template, v->tokenizer, err));
+    ITH_TRY(open_media(v, err));
     ith_samples_options o = ith_samples_options_from(c, eval, v->tokenizer, v->chat, v->pool);
+    o.media = v->media;
     ITH_TRY(ith_samples_open(&v->samples, &o, err));
     ith_batcher_options b = eval ? ith_batcher_eval_options(c, &v->layout, 0)
                                  : ith_batcher_options_from(c, &v->layout, 0);
+    b.media = v->media;
+    b.pool = v->pool;
     return ith_batcher_create(&v->batcher, v->samples, &b, err);
 }
 
@@ -275,6 +332,8 @@ static ith_status run_data(const ith_args *args, ith_error *err)
     ith_status status = show(&v, args, err);
     ith_batcher_destroy(v.batcher);
     ith_samples_close(v.samples);
+    ith_media_close(v.media);
+    ith_hf_config_deinit(&v.hf);
     ith_chat_close(v.chat);
     ith_tokenizer_close(v.tokenizer);
     ith_pool_destroy(v.pool);

@@ -4,6 +4,7 @@
 #include "base/env.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "image/image.h"
 #include "kernels/cuda_plugin.h"
 
 #include <link.h>
@@ -12,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/utsname.h>
+#include <unistd.h>
 #include <yaml.h>
 
 #ifndef ITH_BUILD_TYPE
@@ -145,6 +147,30 @@ static void write_memory(ith_buf *out)
         ith_buf_printf(out, "  %-14s %.1f GiB\n", "memory limit", limit / 0x1p30);
 }
 
+/* Where PATH has a program. */
+static bool find_program(const char *name, char *out, size_t size)
+{
+    const char *path = getenv("PATH");
+    for (const char *p = path ? path : ""; *p;) {
+        size_t len = strcspn(p, ":");
+        snprintf(out, size, "%.*s/%s", (int)len, p, name);
+        if (access(out, X_OK) == 0)
+            return true;
+        p += len + (p[len] == ':');
+    }
+    return false;
+}
+
+static void write_media(ith_buf *out)
+{
+    char ffmpeg[4096], ffprobe[4096];
+    ith_buf_puts(out, "media\n");
+    write_row(out, "pictures", ith_image_formats());
+    bool both = find_program("ffmpeg", ffmpeg, sizeof ffmpeg) &&
+                find_program("ffprobe", ffprobe, sizeof ffprobe);
+    write_row(out, "videos", both ? ffmpeg : "ffmpeg and ffprobe are not in PATH");
+}
+
 static void write_cuda(ith_buf *out)
 {
     ith_error err = {0};
@@ -204,8 +230,9 @@ static void write_markdown(ith_buf *out)
 
 /* A new part of the program adds its section here. Libraries come after the sections that load
  * them. */
-static void (*const sections[])(ith_buf *out) = {write_program, write_cpu,       write_memory,
-                                                 write_cuda,    write_libraries, write_variables};
+static void (*const sections[])(ith_buf *out) = {write_program,  write_cpu,  write_memory,
+                                                 write_media,    write_cuda, write_libraries,
+                                                 write_variables};
 
 static ith_status run_env(const ith_args *args, ith_error *err)
 {

@@ -26,7 +26,20 @@ static const char default_template[] =
     "    {%- if message.tool_calls is defined and message.tool_calls or message.role == 'tool' %}\n"
     "        {{- raise_exception('this template has no form for tools') }}\n"
     "    {%- endif %}\n"
-    "    {{- message.content + '<|im_end|>\\n' }}\n"
+    "    {%- if message.content is string %}\n"
+    "        {{- message.content }}\n"
+    "    {%- else %}\n"
+    "        {%- for item in message.content %}\n"
+    "            {%- if item.type == 'image' %}\n"
+    "                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}\n"
+    "            {%- elif item.type == 'video' %}\n"
+    "                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}\n"
+    "            {%- else %}\n"
+    "                {{- item.text }}\n"
+    "            {%- endif %}\n"
+    "        {%- endfor %}\n"
+    "    {%- endif %}\n"
+    "    {{- '<|im_end|>\\n' }}\n"
     "{%- endfor %}\n"
     "{%- if add_generation_prompt %}\n"
     "    {{- '<|im_start|>assistant\\n' }}\n"
@@ -47,10 +60,14 @@ static ith_status write_text(const char *dir, const char *name, const char *text
 /* Copies the tokenizer of another directory, or learns one from a text. */
 static ith_status make_tokenizer(const ith_args *args, const char *dir, ith_error *err)
 {
-    static const char *const special[] = {"<|endoftext|>", "<|im_start|>", "<|im_end|>",
-                                          "<think>",       "</think>",     "<|mask|>"};
-    bool masks =
-        !ith_args_text(args, "config") && ith_preset_is_diffusion(ith_args_word(args, "size"));
+    static const char *const plain[] = {"<|endoftext|>", "<|im_start|>", "<|im_end|>",
+                                        "<think>",       "</think>",     "<|mask|>"};
+    static const char *const seeing[] = {"<|endoftext|>",  "<|im_start|>",  "<|im_end|>",
+                                         "<think>",        "</think>",      "<|vision_start|>",
+                                         "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"};
+    bool preset = !ith_args_text(args, "config");
+    bool masks = preset && ith_preset_is_diffusion(ith_args_word(args, "size"));
+    bool sees = preset && ith_preset_sees(ith_args_word(args, "size"));
     const char *from = ith_args_text(args, "tokenizer"), *learn = ith_args_text(args, "learn");
     if (!from == !learn)
         return ith_fail(err, ITH_ERR_USAGE,
@@ -60,8 +77,12 @@ static ith_status make_tokenizer(const ith_args *args, const char *dir, ith_erro
         ith_buf text = {0};
         ith_status status = ith_read_file(learn, (int64_t)1 << 32, &text, err);
         if (status == ITH_OK)
-            status = ith_bpe_train(text.data, text.len, ith_args_int(args, "vocab-size"), special,
-                                   masks ? 6 : 5, dir, err);
+            status = ith_bpe_train(text.data, text.len, ith_args_int(args, "vocab-size"),
+                                   sees ? seeing : plain,
+                                   sees    ? 9
+                                   : masks ? 6
+                                           : 5,
+                                   dir, err);
         ith_buf_deinit(&text);
         return status;
     }
@@ -203,7 +224,16 @@ static ith_status make_config(const ith_args *args, const char *dir, ith_dtype d
                 vocab = size > 140000 ? 151936 : ith_round_up(size, 64);
         int32_t eos = ith_tokenizer_find(tok, "<|im_end|>");
         int64_t mask = ith_tokenizer_find(tok, "<|mask|>");
+        static const char *const media_keys[] = {"vision_start_token_id", "vision_end_token_id",
+                                                 "image_token_id", "video_token_id"};
+        const int32_t media_ids[] = {
+            ith_tokenizer_find(tok, "<|vision_start|>"), ith_tokenizer_find(tok, "<|vision_end|>"),
+            ith_tokenizer_find(tok, "<|image_pad|>"), ith_tokenizer_find(tok, "<|video_pad|>")};
         ith_tokenizer_close(tok);
+        if (ith_preset_sees(ith_args_word(args, "size")) && media_ids[2] < 0)
+            return ith_fail(err, ITH_ERR_USAGE,
+                            "init: the tokenizer has no <|image_pad|>, which this size needs (give "
+                            "that of a Qwen3 or Qwen3.5 model)");
         ITH_TRY(ith_preset_config(ith_args_word(args, "size"),
                                   ith_max_i64(vocab, ith_round_up(size, 64)), eos, dtype, &config,
                                   err));
@@ -211,6 +241,9 @@ static ith_status make_config(const ith_args *args, const char *dir, ith_dtype d
             int64_t last = json_integer_value(json_object_get(config, "vocab_size")) - 1;
             json_object_set_new(config, "mask_token_id", json_integer(mask >= 0 ? mask : last));
         }
+        if (ith_preset_sees(ith_args_word(args, "size")))
+            for (int i = 0; i < 4; i++)
+                json_object_set_new(config, media_keys[i], json_integer(media_ids[i]));
         char *dump = json_dumps(config, JSON_INDENT(2));
         json_decref(config);
         if (!dump)
@@ -222,6 +255,34 @@ static ith_status make_config(const ith_args *args, const char *dir, ith_dtype d
     for (int i = 1; i < args->num_positional; i++)
         ITH_TRY(change_config(text, args->positional[i], err));
     return ith_buf_check(text, "config.json", err);
+}
+
+/* The processor files of a model that sees, where the tokenizer's directory brought none. */
+static ith_status write_processors(const ith_args *args, const char *dir, ith_error *err)
+{
+    static const char *const names[] = {"preprocessor_config.json",
+                                        "video_preprocessor_config.json"};
+    int preset = ith_args_word(args, "size");
+    ith_status status = ITH_OK;
+    if (ith_args_text(args, "config") || !ith_preset_sees(preset))
+        return ITH_OK;
+    for (int i = 0; i < 2 && status == ITH_OK; i++) {
+        ith_buf path = {0};
+        json_t *json = NULL;
+        ith_path_join(&path, dir, names[i]);
+        status = ith_buf_check(&path, dir, err);
+        if (status == ITH_OK && !ith_path_exists(path.data)) {
+            status = ith_preset_processor(preset, i == 1, &json, err);
+            char *dump = status == ITH_OK ? json_dumps(json, JSON_INDENT(2)) : NULL;
+            if (status == ITH_OK)
+                status = dump ? write_text(dir, names[i], dump, (int64_t)strlen(dump), err)
+                              : ith_fail(err, ITH_ERR_MEMORY, "out of memory for %s", names[i]);
+            ith_free(dump);
+            json_decref(json);
+        }
+        ith_buf_deinit(&path);
+    }
+    return status;
 }
 
 static ith_status check_vocabulary(const char *dir, const ith_hf_config *config, ith_error *err)
@@ -250,8 +311,10 @@ static ith_status init(const ith_args *args, const char *dir, ith_error *err)
     ITH_TRY_OUT(make_config(args, dir, dtype, &text, err));
     ITH_TRY_OUT(ith_hf_config_parse(&config, text.data, text.len, "config.json", err));
     ITH_TRY_OUT(check_vocabulary(dir, &config, err));
-    ITH_TRY_OUT(ith_model_create(&model, &config, dtype, 1, err));
+    ITH_TRY_OUT((config.vision.hidden_size ? ith_model_create_multimodal
+                                           : ith_model_create)(&model, &config, dtype, 1, err));
     ITH_TRY_OUT(write_weights(model, dir, dtype, (uint64_t)ith_args_int(args, "seed"), err));
+    ITH_TRY_OUT(write_processors(args, dir, err));
     ITH_TRY_OUT(write_text(dir, "config.json", text.data, text.len, err));
     printf("%s: %s, %.3g parameters, vocabulary %lld\n", dir, config.model_type,
            (double)model->num_weights, (long long)config.vocab_size);
@@ -290,7 +353,7 @@ static const ith_option options[] = {{.name = "size",
                                       .letter = 's',
                                       .type = ITH_OPTION_WORD,
                                       .default_text = "small",
-                                      .help = "Shape of a Qwen3 or LLaDA2 model.",
+                                      .help = "Shape of a Qwen3, Qwen3.5 or LLaDA2 model.",
                                       .words = ith_preset_words},
                                      {.name = "config",
                                       .letter = 'c',

@@ -19,6 +19,9 @@ int ith_num_options(const ith_option *options)
     return n;
 }
 
+/* Longer lists of words stand in the help text. */
+#define MANY_WORDS_BYTES 75
+
 static int find_word(const char *words, const char *text)
 {
     int len = 0;
@@ -31,6 +34,11 @@ static int find_word(const char *words, const char *text)
     }
 }
 
+bool ith_option_many_words(const ith_option *option)
+{
+    return option->type == ITH_OPTION_WORD && strlen(option->words) > MANY_WORDS_BYTES;
+}
+
 void ith_option_usage(const ith_option *option, ith_buf *out)
 {
     static const char *const arguments[] = {"", "N", "X", "TEXT", "PATH", "WORD"};
@@ -39,7 +47,7 @@ void ith_option_usage(const ith_option *option, ith_buf *out)
     ith_buf_printf(out, "--%s", option->name);
     if (option->type == ITH_OPTION_FLAG)
         return;
-    if (option->type != ITH_OPTION_WORD) {
+    if (option->type != ITH_OPTION_WORD || ith_option_many_words(option)) {
         ith_buf_printf(out, " %s", arguments[option->type]);
         return;
     }
@@ -75,7 +83,7 @@ static bool parse_float(const char *text, double *out)
 
 static ith_status fail_value(const ith_option *option, const char *text, ith_error *err)
 {
-    char wanted[256] = "text";
+    char wanted[400] = "text";
     const char *noun = option->type == ITH_OPTION_INT ? "an integer" : "a number";
     bool any = !(option->min < 0 || option->min > 0 || option->max > 0);
     if (option->type == ITH_OPTION_WORD) {

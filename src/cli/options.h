@@ -59,5 +59,7 @@ bool ith_args_given(const ith_args *args, const char *name);
 int ith_num_options(const ith_option *options);
 /* "-n, --name N", for help and man page. */
 void ith_option_usage(const ith_option *option, ith_buf *out);
+/* Its words are too many for the usage: the help text lists them. */
+bool ith_option_many_words(const ith_option *option);
 
 #endif

@@ -63,6 +63,8 @@ static void write_row(const char *left, const char *text, int indent, ith_buf *o
 static void write_option_text(const ith_option *option, ith_buf *out)
 {
     ith_buf_puts(out, option->help);
+    if (ith_option_many_words(option))
+        ith_buf_printf(out, " One of %s.", option->words);
     if (option->default_text)
         ith_buf_printf(out, " [%s]", option->default_text);
 }

@@ -199,6 +199,9 @@ typedef struct {
     int64_t batching_workers;
     const char *data_cache_dir; /* NULL: no cache of tokenized data on disk */
     int64_t nproc;              /* threads that prepare data, 0: all cores */
+    const char *media_dir;      /* NULL: beside the data */
+    int64_t image_max_pixels, image_min_pixels, video_max_pixels, video_min_pixels, video_maxlen;
+    double video_fps; /* NaN: unset, as ITH_CONFIG_UNSET for those above */
 
     /* training */
     const char *output_dir;
@@ -206,6 +209,7 @@ typedef struct {
     double learning_rate;
     int64_t num_train_epochs, max_steps; /* max_steps: ITH_CONFIG_UNSET = by epochs */
     double max_grad_norm;                /* 0: no clipping */
+    bool freeze_vision_tower, freeze_multi_modal_projector, freeze_language_model;
     bool bf16;
     bool enable_activation_checkpointing;
     ith_recompute recompute; /* AUTO only with enable_activation_checkpointing */

@@ -5,6 +5,7 @@
 
 #include "base/checked.h"
 #include "base/rng.h"
+#include "data/batch_media.h"
 #include "data/batch_plan.h"
 
 #include <inttypes.h>
@@ -35,6 +36,7 @@ struct ith_batcher {
     int64_t step_docs_cap;
 
     ith_micro_batch arrays;
+    batch_media media;
 };
 
 static int64_t entry_of(const ith_batcher *b, int64_t position)
@@ -107,6 +109,34 @@ ith_batch_limits ith_batcher_limits_bound(const ith_batcher_options *o)
                               .max_micro = o->grad_accum};
 }
 
+/* What the media of max_docs documents can be at most; they have no more features than tokens. */
+static ith_status find_media_limits(const ith_batcher *b, ith_batch_limits *limits, ith_error *err)
+{
+    int64_t merge = ith_media_ids(b->options.media)->merge, *counts = NULL;
+    ITH_TRY(ith_alloc_zero((void **)&counts, 3 * b->count, sizeof *counts, "media", err));
+    int64_t *patches = counts, *segments = counts + b->count, *items = counts + 2 * b->count;
+    for (int64_t i = 0; i < b->count; i++) {
+        ith_sample s = ith_samples_get(b->samples, entry_of(b, i));
+        items[i] = s.num_media;
+        for (int64_t k = 0; k < s.num_media; k++) {
+            ith_grid g = s.media[k].grid;
+            patches[i] += ith_grid_patches(g);
+            segments[i] += g.t;
+            limits->max_segment_patches =
+                ith_max_i64(limits->max_segment_patches, (int64_t)g.h * g.w);
+        }
+    }
+    int64_t most = ith_mul_bytes(limits->max_tokens, merge * merge);
+    limits->max_patches =
+        ith_min_i64(batch_media_sum_largest(patches, b->count, limits->max_docs), most);
+    limits->max_segments = ith_min_i64(
+        batch_media_sum_largest(segments, b->count, limits->max_docs), limits->max_tokens);
+    limits->max_grids =
+        ith_min_i64(batch_media_sum_largest(items, b->count, limits->max_docs), limits->max_tokens);
+    ith_free(counts);
+    return ITH_OK;
+}
+
 static ith_status find_limits(ith_batcher *b, ith_error *err)
 {
     const ith_batcher_options *o = &b->options;
@@ -130,6 +160,8 @@ static ith_status find_limits(ith_batcher *b, ith_error *err)
         }
     }
     bound.max_labels = bound.max_tokens - 1;
+    if (o->media)
+        ITH_TRY(find_media_limits(b, &bound, err));
     b->limits = bound;
     b->max_carry = o->carry_over ? bound.max_docs + 1 : 0;
     return ITH_OK;
@@ -182,6 +214,8 @@ static ith_status alloc_arrays(ith_batcher *b, ith_error *err)
     ITH_TRY(ith_alloc((void **)&a->weights, tokens * 4, "batch", err));
     ITH_TRY(ith_alloc((void **)&a->cu_seqlens, (docs + 1) * 4, "batch", err));
     ITH_TRY(ith_alloc((void **)&a->sample, docs * 8, "batch", err));
+    if (b->limits.max_patches)
+        ITH_TRY(batch_media_create(&b->media, b->options.media, b->options.pool, &b->limits, err));
     ITH_TRY(ith_alloc((void **)&b->step_docs, b->step_docs_cap * 8, "batch", err));
     ITH_TRY(ith_alloc((void **)&b->step_begin, (micro + 1) * 8, "batch", err));
     return b->max_carry ? ith_alloc((void **)&b->carry, b->max_carry * 8, "batch", err) : ITH_OK;
@@ -260,6 +294,7 @@ void ith_batcher_destroy(ith_batcher *b)
     if (!b)
         return;
     batch_plan_destroy(&b->plan);
+    batch_media_destroy(&b->media);
     ith_free(b->subset);
     ith_free(b->lengths);
     ith_free(b->carry);
@@ -406,6 +441,8 @@ ith_status ith_batcher_fill(ith_batcher *b, int64_t j, ith_micro_batch *out, ith
         a->num_tokens += n;
         a->cu_seqlens[a->num_docs] = (int32_t)a->num_tokens;
     }
+    if (b->limits.max_patches)
+        ITH_TRY(batch_media_fill(&b->media, b->samples, a, err));
     *out = *a;
     return ITH_OK;
 }

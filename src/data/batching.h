@@ -21,8 +21,12 @@
  * nothing is thrown away (LlamaFactory drops the rest). With carry_over (dynamic strategies under
  * max_steps, as LlamaFactory) a micro-batch may go on with the first samples of the next epoch.
  *
+ * Media. A micro-batch carries the patches and grids of its images and videos, in the order of
+ * their tokens, and three position rows. Files are read when it is filled, on the threads of the
+ * pool; decoders allocate while they work.
+ *
  * Resume. The state is small JSON; a batcher that loads it gives exactly what the other would have
- * given. No allocation after create. */
+ * given. Without media, no allocation after create. */
 #ifndef ITH_DATA_BATCHING_H
 #define ITH_DATA_BATCHING_H
 
@@ -44,6 +48,8 @@ typedef struct {
     int64_t pack_window;   /* samples; 0: 8192 */
     const int64_t *subset; /* entries to use, ascending; NULL: all. Copied. */
     int64_t num_subset;
+    const ith_media *media; /* reads images and videos; NULL: micro-batches carry none */
+    ith_pool *pool;         /* for them; may be NULL */
 } ith_batcher_options;
 
 /* Training batches of a config. layout gives dp_size and grad_accum. */
@@ -66,7 +72,8 @@ typedef struct {
     int32_t *noisy;      /* [num_docs] diffusion (noise.h): first rows that are noisy; else NULL */
     /* media; mrope NULL: none of it */
     int32_t *mrope;        /* [3,T] positions of time, height, width */
-    const float *pixels;   /* patches of all images and videos, in the order of their tokens */
+    const float *pixels;   /* patches of all images and videos, in the order of their tokens:
+                              [patches, patch width] */
     const ith_grid *grids; /* [num_grids] */
     int64_t num_grids;
 } ith_micro_batch;
@@ -76,6 +83,8 @@ typedef struct {
     int64_t max_tokens, max_docs, max_labels; /* of a micro-batch */
     int64_t max_doc_tokens;                   /* of a document */
     int64_t max_micro;                        /* micro-batches of a step */
+    /* media of a micro-batch: items, patches, temporal patches, patches of one of these */
+    int64_t max_grids, max_patches, max_segments, max_segment_patches;
 } ith_batch_limits;
 
 /* One optimizer step. Sums are over the micro-batches of this rank: add them over the ranks. */
@@ -104,7 +113,8 @@ int64_t ith_batcher_total_steps(const ith_batcher *batcher);
 
 /* Moves to the next step. False at the end of the last epoch. */
 bool ith_batcher_next(ith_batcher *batcher, ith_batch_step *step);
-/* Arrays of micro-batch j of the current step. Fails only when the cache is damaged. */
+/* Arrays of micro-batch j of the current step. Fails when the cache is damaged, or an image or
+ * video cannot be read any more. */
 ith_status ith_batcher_fill(ith_batcher *batcher, int64_t j, ith_micro_batch *out, ith_error *err);
 
 /* Position after the current step as a JSON object (new), and back. Loading fails with one line

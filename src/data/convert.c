@@ -50,6 +50,7 @@ static const drop_text drop_texts[ITH_DROP_COUNT] = {
     [ITH_DROP_NO_ASSISTANT] = {"no assistant turn", "row"},
     [ITH_DROP_NO_WEIGHT] = {"no assistant turn with a loss weight", "row"},
     [ITH_DROP_MEDIA] = {"images, video or audio, and the model reads text only", "row"},
+    [ITH_DROP_BROKEN_MEDIA] = {"an image or video that cannot be read", "row"},
     [ITH_DROP_RENDER] = {"cannot be rendered", "sample"},
     [ITH_DROP_NO_TRAINABLE] = {"no trainable token within cutoff_len", "sample"},
     [ITH_DROP_SPLIT_PART] = {"no trainable token in this part of a long document", "part"},

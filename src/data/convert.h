@@ -43,6 +43,7 @@ typedef enum {
     ITH_DROP_NO_ASSISTANT, /* no assistant turn */
     ITH_DROP_NO_WEIGHT,    /* assistant turns, but none with a loss weight */
     ITH_DROP_MEDIA,        /* images, video or audio for a model that reads text only */
+    ITH_DROP_BROKEN_MEDIA, /* a file that is no picture or video, or audio */
     /* samples */
     ITH_DROP_RENDER,       /* the chat template, a tool call or the tokenizer refused it */
     ITH_DROP_NO_TRAINABLE, /* no trained token within cutoff_len */

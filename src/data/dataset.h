@@ -77,6 +77,8 @@ const int64_t *ith_dataset_drawn(const ith_dataset *dataset);
 /* Reads and converts one row of loaded data. Any number of threads may call it. */
 ith_status ith_dataset_read(const ith_dataset *dataset, int64_t part, int64_t row,
                             ith_converted *out, ith_error *err);
+/* The file a row of loaded data is in. */
+const char *ith_dataset_row_file(const ith_dataset *dataset, int64_t part, int64_t row);
 /* Bytes of one row in its file. */
 int64_t ith_dataset_row_bytes(const ith_dataset *dataset, int64_t part, int64_t row);
 

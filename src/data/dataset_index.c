@@ -36,6 +36,12 @@ int64_t ith_dataset_row_bytes(const ith_dataset *d, int64_t part, int64_t row)
     return len;
 }
 
+const char *ith_dataset_row_file(const ith_dataset *d, int64_t part, int64_t row)
+{
+    int64_t local = 0;
+    return dataset_find_file(&d->parts[part], row, &local)->path;
+}
+
 ith_status ith_dataset_read(const ith_dataset *d, int64_t part, int64_t row, ith_converted *out,
                             ith_error *err)
 {

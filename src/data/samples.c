@@ -16,7 +16,7 @@
 #include <string.h>
 
 /* Raised when the meaning of stored samples or the file layout changes. */
-#define SAMPLES_FORMAT 2
+#define SAMPLES_FORMAT 3
 
 ith_samples_options ith_samples_options_from(const ith_config *config, bool eval,
                                              const ith_tokenizer *tokenizer, const ith_chat *chat,
@@ -36,13 +36,14 @@ ith_samples_options ith_samples_options_from(const ith_config *config, bool eval
 static ith_status make_key(const ith_samples_options *o, const ith_dataset *dataset, char key[65],
                            ith_error *err)
 {
-    char identity[65], text[512];
+    char identity[65], text[1200];
     ITH_TRY(ith_dataset_identity(dataset, identity, err));
     snprintf(text, sizeof text,
              "ithaca %s format %d\ntokenizer %s\ntemplate %s\ndata %s\ncutoff_len %" PRId64
-             " split_long %d all_turns %d media %d\n",
+             " split_long %d all_turns %d media %s\n",
              ITH_VERSION, SAMPLES_FORMAT, ith_tokenizer_hash(o->tokenizer), ith_chat_hash(o->chat),
-             identity, o->cutoff_len, o->split_long, o->all_turns, o->allow_media);
+             identity, o->cutoff_len, o->split_long, o->all_turns,
+             o->media ? ith_media_settings(o->media) : "none");
     ith_sha256 h;
     ith_sha256_init(&h);
     ith_sha256_update(&h, text, (int64_t)strlen(text));
@@ -207,7 +208,7 @@ ith_status ith_samples_open(ith_samples **out, const ith_samples_options *option
     ith_samples *s = NULL;
     ITH_TRY(ith_alloc_zero((void **)&s, 1, sizeof *s, "samples", err));
     ith_dataset_options choice = {.all_turns = options->all_turns,
-                                  .allow_media = options->allow_media,
+                                  .allow_media = options->media != NULL,
                                   .seed = options->seed};
     ith_status status = ITH_OK;
     ITH_TRY_OUT(ith_dataset_open(&s->dataset, options->path, &choice, err));
@@ -234,13 +235,17 @@ void samples_release(ith_samples *s)
         ith_free(s->runs);
         ith_free(s->table);
         ith_free(s->entries);
+        ith_free(s->media);
+        ith_free(s->paths);
     }
     s->ids = NULL;
     s->runs = NULL;
     s->table = NULL;
     s->entries = NULL;
-    s->num_ids = s->num_runs = s->num_stored = s->num_entries = 0;
-    s->cap_ids = s->cap_runs = s->cap_stored = 0;
+    s->media = NULL;
+    s->paths = NULL;
+    s->num_ids = s->num_runs = s->num_stored = s->num_entries = s->num_media = s->path_bytes = 0;
+    s->cap_ids = s->cap_runs = s->cap_stored = s->cap_media = s->cap_paths = 0;
 }
 
 void ith_samples_close(ith_samples *s)
@@ -313,7 +318,8 @@ static bool sample_ok(const ith_samples *s, const stored_sample *t)
 {
     if (t->num_tokens <= 0 || t->id_begin < 0 || t->id_begin > s->num_ids - t->num_tokens ||
         t->num_runs <= 0 || t->run_begin < 0 || t->run_begin > s->num_runs - t->num_runs ||
-        t->part < 0 || t->part >= ith_max_i64(s->num_parts, 1) || t->row < 0 || t->cut < 0)
+        t->part < 0 || t->part >= ith_max_i64(s->num_parts, 1) || t->row < 0 || t->cut < 0 ||
+        t->num_media < 0 || t->media_begin < 0 || t->media_begin > s->num_media - t->num_media)
         return false;
     int64_t labels = 0;
     double sum = 0;
@@ -331,8 +337,21 @@ static bool sample_ok(const ith_samples *s, const stored_sample *t)
     return labels == t->num_labels && labels > 0 && sum <= t->weight_sum && sum >= t->weight_sum;
 }
 
+static bool item_ok(const ith_samples *s, const ith_media_item *m)
+{
+    ith_grid g = m->grid;
+    return m->path >= 0 && m->path < s->path_bytes && g.t > 0 && g.h > 0 && g.w > 0 &&
+           g.h < 1 << 20 && g.w < 1 << 20 && g.t < 1 << 20 && m->num_frames >= 0 &&
+           ith_grid_patches(g) < INT32_MAX;
+}
+
 ith_status samples_sum(ith_samples *s, ith_error *err)
 {
+    if (s->path_bytes && s->paths[s->path_bytes - 1] != '\0')
+        return ith_fail(err, ITH_ERR_FORMAT, "the paths of media are damaged");
+    for (int64_t i = 0; i < s->num_media; i++)
+        if (!item_ok(s, &s->media[i]))
+            return ith_fail(err, ITH_ERR_FORMAT, "item %" PRId64 " of the media is damaged", i);
     for (int64_t i = 0; i < s->num_stored; i++)
         if (!sample_ok(s, &s->table[i]))
             return ith_fail(err, ITH_ERR_FORMAT, "sample %" PRId64 " of the table is damaged", i);
@@ -400,7 +419,19 @@ ith_sample ith_samples_get(const ith_samples *s, int64_t entry)
                         .full_tokens = t->full_tokens,
                         .part = t->part,
                         .row = t->row,
-                        .cut = t->cut};
+                        .cut = t->cut,
+                        .media = t->num_media ? s->media + t->media_begin : NULL,
+                        .num_media = t->num_media};
+}
+
+const char *ith_samples_media_path(const ith_samples *s, const ith_media_item *item)
+{
+    return s->paths + item->path;
+}
+
+int64_t ith_samples_num_media(const ith_samples *s)
+{
+    return s->num_media;
 }
 
 const char *ith_samples_key(const ith_samples *s)

@@ -1,8 +1,10 @@
 /* samples.h - samples as token ids with loss weights, and their cache on disk.
  *
- * A stored sample is its ids and the runs of ids that are trained, each with a weight: labels are
- * the ids inside runs, -100 outside. Samples are cut to cutoff_len (the head is kept), or split
- * into parts of at most cutoff_len. Samples without a trained token are dropped and counted.
+ * A stored sample is its ids, the runs of ids that are trained, each with a weight (labels are the
+ * ids inside runs, -100 outside), and the images and videos whose tokens are among the ids. Samples
+ * are cut to cutoff_len (the head is kept), or split into parts of at most cutoff_len; a cut that
+ * would go through an image or a video is made before it. Samples without a trained token are
+ * dropped and counted.
  * Invariants: 1. every stored sample has 1..cutoff_len ids and a target: a trained id after its
  * first. 2. The same bytes for any number of threads. 3. An `entry` is one place in an epoch; its
  * sample may be shared with another entry (size or weight above 1).
@@ -16,6 +18,7 @@
 
 #include "config/config.h"
 #include "data/dataset.h"
+#include "data/media.h"
 #include "tokenizer/chat.h"
 
 #ifdef __cplusplus
@@ -26,8 +29,9 @@ typedef struct ith_samples ith_samples;
 
 typedef struct {
     const char *path; /* train_dataset or eval_dataset */
-    bool all_turns, allow_media;
-    bool split_long; /* longer samples are split into parts; else their tail is cut off */
+    bool all_turns;
+    const ith_media *media; /* NULL: the model reads text only, rows with media are dropped */
+    bool split_long;        /* longer samples are split into parts; else their tail is cut off */
     int64_t cutoff_len;
     uint64_t seed;
     const char *cache_dir; /* NULL: no cache on disk */
@@ -54,11 +58,13 @@ typedef struct {
     int64_t num_tokens;
     const ith_sample_run *runs;
     int64_t num_runs;
-    int64_t num_labels;  /* targets: trained ids but the first of the sample */
-    double weight_sum;   /* over the targets */
-    int64_t full_tokens; /* before the cut */
-    int64_t part, row;   /* where it came from: data set and row in it, from 0 */
-    int32_t cut;         /* messages[0, cut); 0: the whole conversation */
+    int64_t num_labels;          /* targets: trained ids but the first of the sample */
+    double weight_sum;           /* over the targets */
+    int64_t full_tokens;         /* before the cut */
+    int64_t part, row;           /* where it came from: data set and row in it, from 0 */
+    int32_t cut;                 /* messages[0, cut); 0: the whole conversation */
+    const ith_media_item *media; /* in the order of their tokens */
+    int64_t num_media;
 } ith_sample;
 
 int64_t ith_samples_count(const ith_samples *samples);      /* entries */
@@ -69,6 +75,9 @@ int64_t ith_samples_num_truncated(const ith_samples *samples, int64_t *tokens_lo
 ith_sample ith_samples_get(const ith_samples *samples, int64_t entry);
 /* Largest id of all: the model's vocabulary must be larger. */
 int32_t ith_samples_max_id(const ith_samples *samples);
+/* File of an item of ith_sample.media. */
+const char *ith_samples_media_path(const ith_samples *samples, const ith_media_item *item);
+int64_t ith_samples_num_media(const ith_samples *samples); /* of the stored samples */
 /* Length alone: cheap. */
 int64_t ith_samples_length(const ith_samples *samples, int64_t entry);
 /* 64 hexadecimal digits over content and settings. */

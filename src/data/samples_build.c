@@ -8,6 +8,7 @@
 #include "data/samples_internal.h"
 
 #include <inttypes.h>
+#include <limits.h>
 #include <string.h>
 #include <time.h>
 
@@ -20,6 +21,8 @@ typedef struct {
     ith_samples made;   /* ids, runs and table of this unit alone */
     int32_t *num_made;  /* stored samples by sample of the unit */
     int64_t cap_num_made;
+    ith_media_list media; /* of the row */
+    int64_t num_items;    /* of them in the sample at hand */
     int64_t dropped_reasoning;
     ith_status status;
     ith_error err;
@@ -65,29 +68,69 @@ static ith_status encode(unit *u, const ith_samples_options *o, const ith_conver
     return status;
 }
 
-/* Cuts or splits one encoded sample, and stores what has a target. */
+/* Ids [begin, end) of an encoded sample, with those of the items that are whole in it. */
+static ith_status store_part(unit *u, const ith_encoded *e, int64_t begin, int64_t end,
+                             const ith_media_item *items, int64_t num_items,
+                             const stored_sample *from, bool *stored)
+{
+    ith_samples *made = &u->made;
+    ITH_TRY(samples_append(made, e->ids.ids + begin, e->weights + begin, end - begin, from, true,
+                           stored, &u->err));
+    if (!*stored || num_items == 0)
+        return ITH_OK;
+    ITH_TRY(ith_grow((void **)&made->media, &made->cap_media, made->num_media + num_items,
+                     sizeof *items, "media", &u->err));
+    memcpy(made->media + made->num_media, items, (size_t)num_items * sizeof *items);
+    stored_sample *last = &made->table[made->num_stored - 1];
+    last->media_begin = made->num_media;
+    last->num_media = ith_narrow(num_items);
+    made->num_media += num_items;
+    return ITH_OK;
+}
+
+/* Cuts or splits one encoded sample, and stores what has a target. Ids and items that do not fit
+ * together are why it is dropped. */
 static ith_status store(unit *u, const ith_samples_options *o, const ith_dataset_sample *sample,
-                        const ith_encoded *e, int32_t *num_made)
+                        const ith_encoded *e, int32_t *num_made, ith_error *why)
 {
     stored_sample from = {.row = sample->row, .part = sample->part, .cut = sample->cut};
-    int64_t n = e->ids.count, cutoff = o->cutoff_len;
-    int64_t parts = o->split_long ? ith_div_ceil(n, cutoff) : 1;
-    for (int64_t p = 0; p < parts; p++) {
-        int64_t begin = p * cutoff, count = ith_min_i64(cutoff, n - begin);
-        bool has_target = false;
-        from.full_tokens = parts > 1 ? count : n;
-        ITH_TRY(samples_append(&u->made, e->ids.ids + begin, e->weights + begin, count, &from, true,
-                               &has_target, &u->err));
-        *num_made += has_target;
-        if (!has_target && parts > 1)
+    const ith_media_item *items = u->media.items;
+    int64_t n = e->ids.count, cutoff = o->cutoff_len, end = 0, num = 0;
+    int64_t num_items = o->media ? ith_min_i64(u->num_items, u->media.count) : 0;
+    for (int64_t begin = 0; begin < n; begin = end, items += num, num_items -= num) {
+        bool stored = false;
+        end = ith_min_i64(begin + cutoff, n);
+        if (o->media)
+            ITH_TRY(ith_media_cut(ith_media_ids(o->media), e->ids.ids, n, begin, cutoff, items,
+                                  num_items, &end, &num, why));
+        if (end == begin) { /* one image is longer than the cutoff */
+            if (begin)
+                ith_drops_add(&u->made.drops, ITH_DROP_SPLIT_PART, sample->part, sample->row,
+                              "from an image that is longer than cutoff_len on");
+            break;
+        }
+        from.full_tokens = o->split_long ? end - begin : n;
+        ITH_TRY(store_part(u, e, begin, end, items, num, &from, &stored));
+        *num_made += stored;
+        if (!stored && o->split_long && n > cutoff)
             ith_drops_add(&u->made.drops, ITH_DROP_SPLIT_PART, sample->part, sample->row, "");
+        if (!o->split_long)
+            break;
     }
-    if (*num_made == 0 && parts == 1) {
+    if (*num_made == 0 && (n <= cutoff || !o->split_long || end == 0)) {
         char detail[ITH_DROP_DETAIL_BYTES];
         snprintf(detail, sizeof detail, "%" PRId64 " tokens, cutoff_len %" PRId64, n, cutoff);
         ith_drops_add(&u->made.drops, ITH_DROP_NO_TRAINABLE, sample->part, sample->row, detail);
     }
     return ITH_OK;
+}
+
+/* Nothing predicts an image. */
+static void no_loss_on_media(const ith_media_tokens *m, ith_encoded *e)
+{
+    for (int64_t t = 0; t < e->ids.count; t++)
+        if (e->ids.ids[t] == m->image || e->ids.ids[t] == m->video)
+            e->weights[t] = 0;
 }
 
 static ith_status encode_one(unit *u, const ith_samples_options *o,
@@ -106,10 +149,48 @@ static ith_status encode_one(unit *u, const ith_samples_options *o,
         ith_drops_add(&u->made.drops, ITH_DROP_NO_TRAINABLE, sample->part, sample->row,
                       "the template gives no text");
     } else if (status == ITH_OK) {
-        status = store(u, o, sample, &encoded, num_made);
+        if (o->media)
+            no_loss_on_media(ith_media_ids(o->media), &encoded);
+        u->num_items = ith_media_count(row->messages, sample->cut);
+        status = store(u, o, sample, &encoded, num_made, &why);
+        if (status != ITH_OK && why.text[0]) {
+            ith_drops_add(&u->made.drops, ITH_DROP_RENDER, sample->part, sample->row, why.text);
+            status = ITH_OK;
+        }
     }
     ith_encoded_deinit(&encoded);
     return status;
+}
+
+/* Files of the row's media; *broken: the row is dropped. */
+static ith_status prepare_media(unit *u, const ith_dataset *dataset, const ith_samples_options *o,
+                                const ith_dataset_sample *sample, json_t *messages, bool *broken)
+{
+    const char *file = ith_dataset_row_file(dataset, sample->part, sample->row);
+    ith_error why = {0};
+    ith_status status = ith_media_prepare(o->media, messages, file, &u->media, &why);
+    *broken = status == ITH_ERR_FORMAT;
+    if (status == ITH_OK)
+        return ITH_OK;
+    char where[PATH_MAX];
+    if (!*broken)
+        return ith_fail(&u->err, status, "%s: %s",
+                        ith_dataset_where(dataset, sample->part, sample->row, where, sizeof where),
+                        why.text);
+    ith_drops_add(&u->made.drops, ITH_DROP_BROKEN_MEDIA, sample->part, sample->row, why.text);
+    return ITH_OK;
+}
+
+static ith_status keep_paths(unit *u)
+{
+    ith_samples *made = &u->made;
+    const ith_buf *paths = &u->media.paths;
+    if (made->num_media == 0)
+        return ITH_OK;
+    ITH_TRY(ith_grow((void **)&made->paths, &made->cap_paths, paths->len, 1, "media", &u->err));
+    memcpy(made->paths, paths->data, (size_t)paths->len);
+    made->path_bytes = paths->len;
+    return ITH_OK;
 }
 
 static ith_status encode_unit(const unit_batch *batch, unit *u)
@@ -124,8 +205,14 @@ static ith_status encode_unit(const unit_batch *batch, unit *u)
     ITH_TRY(ith_dataset_read(dataset, all[u->first].part, all[u->first].row, &row, &u->err));
     ITH_ASSERT(row.drop == ITH_DROP_NONE && row.messages);
     ith_status status = ITH_OK;
-    for (int64_t i = 0; i < count && status == ITH_OK; i++)
+    bool broken = false;
+    if (row.has_media && batch->options->media)
+        status = prepare_media(u, dataset, batch->options, &all[u->first], row.messages, &broken);
+    for (int64_t i = 0; i < count && status == ITH_OK && !broken; i++)
         status = encode_one(u, batch->options, &all[u->first + i], &row, &u->num_made[i]);
+    if (status == ITH_OK)
+        status = keep_paths(u);
+    ith_media_list_deinit(&u->media);
     ith_converted_deinit(&row);
     return status;
 }
@@ -150,6 +237,7 @@ static int64_t gather_units(const ith_samples *s, unit *units, int64_t max_bytes
                all[u->end].row == all[u->first].row)
             u->end++;
         u->made.num_ids = u->made.num_runs = u->made.num_stored = 0;
+        u->made.num_media = u->made.path_bytes = 0;
         memset(&u->made.drops, 0, sizeof u->made.drops);
         u->dropped_reasoning = 0;
         ith_error_clear(&u->err);
@@ -158,6 +246,24 @@ static int64_t gather_units(const ith_samples *s, unit *units, int64_t max_bytes
         *next = u->end;
     }
     return count;
+}
+
+static ith_status join_media(ith_samples *s, const ith_samples *made, ith_error *err)
+{
+    if (made->num_media == 0)
+        return ITH_OK;
+    ITH_TRY(ith_grow((void **)&s->media, &s->cap_media, s->num_media + made->num_media,
+                     sizeof *s->media, "media", err));
+    ITH_TRY(ith_grow((void **)&s->paths, &s->cap_paths, s->path_bytes + made->path_bytes, 1,
+                     "media", err));
+    for (int64_t i = 0; i < made->num_media; i++) {
+        s->media[s->num_media + i] = made->media[i];
+        s->media[s->num_media + i].path += s->path_bytes;
+    }
+    memcpy(s->paths + s->path_bytes, made->paths, (size_t)made->path_bytes);
+    s->num_media += made->num_media;
+    s->path_bytes += made->path_bytes;
+    return ITH_OK;
 }
 
 /* Appends what a unit made. first_stored[i]: where the stored samples of sample i begin. */
@@ -181,7 +287,9 @@ static ith_status join_unit(ith_samples *s, const unit *u, ith_writer *writer,
         *t = made->table[i];
         t->id_begin += s->num_ids;
         t->run_begin += s->num_runs;
+        t->media_begin += s->num_media;
     }
+    ITH_TRY(join_media(s, made, err));
     if (made->num_runs)
         memcpy(s->runs + s->num_runs, made->runs, (size_t)made->num_runs * sizeof *s->runs);
     for (int64_t i = 0; i < made->num_ids; i++)
@@ -271,6 +379,8 @@ out:
         ith_free(units[i].made.ids);
         ith_free(units[i].made.runs);
         ith_free(units[i].made.table);
+        ith_free(units[i].made.media);
+        ith_free(units[i].made.paths);
         ith_free(units[i].num_made);
     }
     ith_free(units);

@@ -5,8 +5,10 @@
  *   runs     {int32 begin, end; float weight}, padded to 8
  *   table    stored_sample
  *   entries  int64
+ *   media    ith_media_item
+ *   paths    of the media, each with its NUL; padded to 8
  *   text     JSON: names of the parts, dropped rows by reason; padded to 8
- *   footer   192 bytes: counts, key, SHA-256 of everything behind the ids (itself as zeros)
+ *   footer   208 bytes: counts, key, SHA-256 of everything behind the ids (itself as zeros)
  * Little-endian. The footer comes last because the counts are known last, so that ids can be
  * written while they are made. */
 #include "base/checked.h"
@@ -16,7 +18,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-#define CACHE_MAGIC "ITHSAMP1"
+#define CACHE_MAGIC "ITHSAMP2"
 #define HEADER_BYTES 64
 
 typedef struct {
@@ -24,9 +26,9 @@ typedef struct {
     int64_t num_ids, num_runs, num_stored, num_entries, text_bytes;
     int32_t max_id, reserved;
     char key[64], digest[64]; /* hexadecimal */
-    int64_t spare;
+    int64_t num_media, path_bytes, spare;
 } cache_footer;
-static_assert(sizeof(cache_footer) == 192, "the layout of the cache file");
+static_assert(sizeof(cache_footer) == 208, "the layout of the cache file");
 
 void samples_cache_path(ith_buf *out, const char *dir, const char *key)
 {
@@ -97,7 +99,9 @@ ith_status samples_cache_finish(const ith_samples *s, ith_writer *w, ith_error *
                            .num_runs = s->num_runs,
                            .num_stored = s->num_stored,
                            .num_entries = s->num_entries,
-                           .max_id = s->max_id};
+                           .max_id = s->max_id,
+                           .num_media = s->num_media,
+                           .path_bytes = s->path_bytes};
     ith_buf text = {0};
     ith_sha256 h;
     char digest[65];
@@ -108,6 +112,8 @@ ith_status samples_cache_finish(const ith_samples *s, ith_writer *w, ith_error *
     ITH_TRY_OUT(put(w, &h, s->runs, s->num_runs * (int64_t)sizeof *s->runs, err));
     ITH_TRY_OUT(put(w, &h, s->table, s->num_stored * (int64_t)sizeof *s->table, err));
     ITH_TRY_OUT(put(w, &h, s->entries, s->num_entries * 8, err));
+    ITH_TRY_OUT(put(w, &h, s->media, s->num_media * (int64_t)sizeof *s->media, err));
+    ITH_TRY_OUT(put(w, &h, s->paths, s->path_bytes, err));
     ITH_TRY_OUT(put(w, &h, text.data, text.len, err));
     footer.text_bytes = text.len;
     memcpy(footer.key, s->key, 64);
@@ -131,7 +137,7 @@ static bool section(int64_t *offset, int64_t count, int64_t size)
 }
 
 typedef struct {
-    int64_t ids, runs, table, entries, text, footer; /* offsets */
+    int64_t ids, runs, table, entries, media, paths, text, footer; /* offsets */
 } cache_layout;
 
 static bool lay_out(const cache_footer *f, int64_t file_bytes, cache_layout *l)
@@ -145,6 +151,10 @@ static bool lay_out(const cache_footer *f, int64_t file_bytes, cache_layout *l)
     ok = ok && section(&at, f->num_stored, (int64_t)sizeof(stored_sample));
     l->entries = at;
     ok = ok && section(&at, f->num_entries, 8);
+    l->media = at;
+    ok = ok && section(&at, f->num_media, (int64_t)sizeof(ith_media_item));
+    l->paths = at;
+    ok = ok && section(&at, f->path_bytes, 1);
     l->text = at;
     ok = ok && section(&at, f->text_bytes, 1);
     l->footer = at;
@@ -235,6 +245,10 @@ ith_status samples_cache_open(ith_samples *s, const char *path, bool *valid, ith
     s->runs = (ith_sample_run *)(void *)(base + layout.runs);
     s->table = (stored_sample *)(void *)(base + layout.table);
     s->entries = (int64_t *)(void *)(base + layout.entries);
+    s->media = (ith_media_item *)(void *)(base + layout.media);
+    s->paths = base + layout.paths;
+    s->num_media = footer.num_media;
+    s->path_bytes = footer.path_bytes;
     s->num_ids = footer.num_ids;
     s->num_runs = footer.num_runs;
     s->num_stored = footer.num_stored;

@@ -14,9 +14,11 @@ typedef struct {
     int64_t row, full_tokens;
     double weight_sum;
     int32_t num_tokens, num_runs, num_labels;
-    int32_t cut, part, reserved;
+    int32_t cut, part, num_media;
+    int64_t media_begin; /* index of the first item */
 } stored_sample;
-static_assert(sizeof(stored_sample) == 64, "the layout of the cache file");
+static_assert(sizeof(stored_sample) == 72, "the layout of the cache file");
+static_assert(sizeof(ith_media_item) == 32, "the layout of the cache file");
 static_assert(sizeof(ith_sample_run) == 12, "the layout of the cache file");
 
 typedef struct {
@@ -35,8 +37,10 @@ struct ith_samples {
     ith_sample_run *runs;
     stored_sample *table;
     int64_t *entries; /* stored sample of each entry */
-    int64_t num_ids, num_runs, num_stored, num_entries;
-    int64_t cap_ids, cap_runs, cap_stored;
+    ith_media_item *media;
+    char *paths; /* of the media, each with its NUL */
+    int64_t num_ids, num_runs, num_stored, num_entries, num_media, path_bytes;
+    int64_t cap_ids, cap_runs, cap_stored, cap_media, cap_paths;
 
     int64_t num_rows, num_candidates; /* rows read, samples tried */
     ith_drops drops;

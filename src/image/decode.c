@@ -27,44 +27,69 @@ ith_status ith_image_alloc(ith_image *out, int64_t width, int64_t height, int64_
     return ITH_OK;
 }
 
-const char *ith_image_formats(void)
+static bool is_png(const uint8_t *b, int64_t n)
 {
-#if defined(ITH_HAVE_PNG) && defined(ITH_HAVE_JPEG)
-    return "png, jpeg";
-#elif defined(ITH_HAVE_PNG)
-    return "png";
-#elif defined(ITH_HAVE_JPEG)
-    return "jpeg";
-#else
-    return "none";
-#endif
+    static const uint8_t magic[] = {0x89, 'P', 'N', 'G', 0x0d, 0x0a, 0x1a, 0x0a};
+    return n >= 8 && memcmp(b, magic, 8) == 0;
 }
 
-static ith_status not_built(const char *format, ith_error *err)
+static bool is_jpeg(const uint8_t *b, int64_t n)
 {
-    return ith_fail(err, ITH_ERR_UNSUPPORTED, "%s pictures are not built in (built in: %s)", format,
-                    ith_image_formats());
+    return n >= 3 && b[0] == 0xff && b[1] == 0xd8 && b[2] == 0xff;
+}
+
+static bool is_webp(const uint8_t *b, int64_t n)
+{
+    return n >= 12 && memcmp(b, "RIFF", 4) == 0 && memcmp(b + 8, "WEBP", 4) == 0;
+}
+
+#ifdef ITH_HAVE_PNG
+#define PNG_DECODER ith_decode_png
+#define PNG_NAME ", png"
+#else
+#define PNG_DECODER NULL
+#define PNG_NAME ""
+#endif
+#ifdef ITH_HAVE_JPEG
+#define JPEG_DECODER ith_decode_jpeg
+#define JPEG_NAME ", jpeg"
+#else
+#define JPEG_DECODER NULL
+#define JPEG_NAME ""
+#endif
+#ifdef ITH_HAVE_WEBP
+#define WEBP_DECODER ith_decode_webp
+#define WEBP_NAME ", webp"
+#else
+#define WEBP_DECODER NULL
+#define WEBP_NAME ""
+#endif
+
+static const struct {
+    const char *name;
+    bool (*is)(const uint8_t *bytes, int64_t size);
+    ith_status (*decode)(ith_image *out, const uint8_t *bytes, int64_t size, int64_t max_pixels,
+                         ith_error *err); /* NULL: not built in */
+} formats[] = {
+    {"PNG", is_png, PNG_DECODER}, {"JPEG", is_jpeg, JPEG_DECODER}, {"WebP", is_webp, WEBP_DECODER}};
+
+const char *ith_image_formats(void)
+{
+    static const char names[] = PNG_NAME JPEG_NAME WEBP_NAME;
+    return sizeof names > 1 ? names + 2 : "none";
 }
 
 static ith_status decode(ith_image *out, const uint8_t *b, int64_t size, int64_t max_pixels,
                          ith_error *err)
 {
-    static const uint8_t png[] = {0x89, 'P', 'N', 'G', 0x0d, 0x0a, 0x1a, 0x0a};
-    if (size >= 8 && memcmp(b, png, 8) == 0)
-#ifdef ITH_HAVE_PNG
-        return ith_decode_png(out, b, size, max_pixels, err);
-#else
-        return not_built("PNG", err);
-#endif
-    if (size >= 3 && b[0] == 0xff && b[1] == 0xd8 && b[2] == 0xff)
-#ifdef ITH_HAVE_JPEG
-        return ith_decode_jpeg(out, b, size, max_pixels, err);
-#else
-        return not_built("JPEG", err);
-#endif
-    if (size >= 12 && memcmp(b, "RIFF", 4) == 0 && memcmp(b + 8, "WEBP", 4) == 0)
-        return not_built("WebP", err);
-    (void)out, (void)max_pixels;
+    for (size_t i = 0; i < sizeof formats / sizeof *formats; i++) {
+        if (!formats[i].is(b, size))
+            continue;
+        if (formats[i].decode)
+            return formats[i].decode(out, b, size, max_pixels, err);
+        return ith_fail(err, ITH_ERR_UNSUPPORTED, "%s pictures are not built in (built in: %s)",
+                        formats[i].name, ith_image_formats());
+    }
     return ith_fail(err, ITH_ERR_FORMAT, "no picture of a known format (%s)", ith_image_formats());
 }
 

@@ -51,63 +51,6 @@ static void on_progress(j_common_ptr jpeg)
     }
 }
 
-/* ---- EXIF ---- */
-
-static uint32_t exif_number(const uint8_t *p, int bytes, bool big)
-{
-    uint32_t value = 0;
-    for (int i = 0; i < bytes; i++)
-        value |= (uint32_t)p[i] << (8 * (big ? bytes - 1 - i : i));
-    return value;
-}
-
-/* Tag 0x0112 of the first directory; 1 (upright) when it is not there. */
-static int exif_orientation(const uint8_t *p, int64_t n)
-{
-    if (n < 14 || memcmp(p, "Exif\0", 6) != 0)
-        return 1;
-    p += 6;
-    n -= 6;
-    bool big = p[0] == 'M';
-    int64_t at = exif_number(p + 4, 4, big);
-    if (at + 2 > n)
-        return 1;
-    int64_t count = exif_number(p + at, 2, big);
-    for (int64_t i = 0; i < count && at + 2 + (i + 1) * 12 <= n; i++) {
-        const uint8_t *entry = p + at + 2 + i * 12;
-        if (exif_number(entry, 2, big) != 0x0112)
-            continue;
-        uint32_t value = exif_number(entry + 8, 2, big);
-        return value >= 1 && value <= 8 ? (int)value : 1;
-    }
-    return 1;
-}
-
-/* The picture as it is to be seen: bit 2 of orientation - 1 swaps the axes. */
-static ith_status turn(ith_image *image, int orientation, ith_error *err)
-{
-    static const struct {
-        bool swap, flip_x, flip_y; /* flips of the source that output (x, y) reads */
-    } kinds[] = {{0, 0, 0}, {0, 1, 0}, {0, 1, 1}, {0, 0, 1},
-                 {1, 0, 0}, {1, 0, 1}, {1, 1, 1}, {1, 1, 0}};
-    if (orientation == 1)
-        return ITH_OK;
-    int64_t w = image->width, h = image->height;
-    bool swap = kinds[orientation - 1].swap;
-    ith_image out;
-    ITH_TRY(ith_image_alloc(&out, swap ? h : w, swap ? w : h, w * h, err));
-    for (int64_t y = 0; y < out.height; y++)
-        for (int64_t x = 0; x < out.width; x++) {
-            int64_t sx = swap ? y : x, sy = swap ? x : y;
-            sx = kinds[orientation - 1].flip_x ? w - 1 - sx : sx;
-            sy = kinds[orientation - 1].flip_y ? h - 1 - sy : sy;
-            memcpy(out.rgb + (y * out.width + x) * 3, image->rgb + (sy * w + sx) * 3, 3);
-        }
-    ith_image_deinit(image);
-    *image = out;
-    return ITH_OK;
-}
-
 /* ---- pixels ---- */
 
 /* a * b / 255, rounded. */
@@ -131,6 +74,12 @@ static void cmyk_line(uint8_t *rgb, const uint8_t *cmyk, int64_t width, bool inv
         }
 }
 
+/* Of an APP1 segment, which may be something else. */
+static int exif_of(const uint8_t *p, int64_t n)
+{
+    return n >= 6 && memcmp(p, "Exif\0", 6) == 0 ? ith_exif_orientation(p, n) : 1;
+}
+
 /* Jumps on errors of libjpeg. */
 static ith_status read_jpeg(reader *r, const uint8_t *bytes, int64_t size, int64_t max_pixels,
                             ith_error *err)
@@ -145,7 +94,7 @@ static ith_status read_jpeg(reader *r, const uint8_t *bytes, int64_t size, int64
     (void)jpeg_read_header(j, TRUE);
     for (jpeg_saved_marker_ptr m = j->marker_list; m; m = m->next)
         if (m->marker == JPEG_APP0 + 1 && r->orientation == 1)
-            r->orientation = exif_orientation(m->data, m->data_length);
+            r->orientation = exif_of(m->data, m->data_length);
     bool cmyk = j->num_components == 4;
     ITH_TRY(ith_image_alloc(&r->image, j->image_width, j->image_height, max_pixels, err));
     j->out_color_space = cmyk ? JCS_CMYK : JCS_RGB;
@@ -175,7 +124,7 @@ static ith_status run(reader *r, const uint8_t *bytes, int64_t size, int64_t max
     if (setjmp(r->errors.jump))
         return ith_fail(err, ITH_ERR_FORMAT, "damaged JPEG: %s", r->errors.text);
     ITH_TRY(read_jpeg(r, bytes, size, max_pixels, err));
-    return turn(&r->image, r->orientation, err);
+    return ith_image_turn(&r->image, r->orientation, err);
 }
 
 ith_status ith_decode_jpeg(ith_image *out, const uint8_t *bytes, int64_t size, int64_t max_pixels,

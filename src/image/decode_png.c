@@ -107,6 +107,8 @@ ith_status ith_decode_png(ith_image *out, const uint8_t *bytes, int64_t size, in
         png_destroy_read_struct(&r.png, r.info ? &r.info : NULL, NULL);
     ith_free(r.rows);
     if (status == ITH_OK)
+        status = ith_image_turn(&r.image, ith_exif_of_png(bytes, size), err);
+    if (status == ITH_OK)
         *out = r.image;
     else
         ith_image_deinit(&r.image);

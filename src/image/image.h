@@ -1,8 +1,9 @@
 /* image.h - pictures from files to patches, equal to the Hugging Face processor of Qwen-VL models.
  *
- * A picture is 8-bit RGB. Decoders (libpng, libjpeg-turbo) are found at configure time; a format
- * that is not built in is a clear error. Foreign bytes are untrusted: sizes are checked against
- * max_pixels before anything of that size is allocated, and a damaged file is one line of error. */
+ * A picture is 8-bit RGB. Decoders (libpng, libjpeg-turbo, libwebp) are found at configure time; a
+ * format that is not built in is a clear error. Foreign bytes are untrusted: sizes are checked
+ * against max_pixels before anything of that size is allocated, and a damaged file is one line of
+ * error. */
 #ifndef ITH_IMAGE_IMAGE_H
 #define ITH_IMAGE_IMAGE_H
 
@@ -18,13 +19,13 @@ typedef struct {
     ((int64_t)178956970) /* twice Pillow's limit for a warning: its error */
 
 void ith_image_deinit(ith_image *image);
-/* PNG or JPEG, told apart by their first bytes. Palettes and greys become RGB, 16 bit become 8,
- * alpha is dropped, CMYK converted, EXIF orientation applied. As Pillow's RGB, but for grey of 16
- * bit: its high byte is taken, where Pillow cuts at 255. name: for errors. */
+/* PNG, JPEG or WebP, told apart by their first bytes. Palettes and greys become RGB, 16 bit become
+ * 8, alpha is dropped, CMYK converted, EXIF orientation applied. As Pillow's RGB, but for grey of
+ * 16 bit: its high byte is taken, where Pillow cuts at 255. name: for errors. */
 ith_status ith_image_decode(ith_image *out, const void *bytes, int64_t size, const char *name,
                             int64_t max_pixels, ith_error *err);
 ith_status ith_image_load(ith_image *out, const char *path, int64_t max_pixels, ith_error *err);
-/* "png, jpeg", or what is built in. */
+/* "png, jpeg, webp", or what of them is built in. */
 const char *ith_image_formats(void);
 
 /* preprocessor_config.json. */
@@ -42,18 +43,25 @@ ith_status ith_image_processor_load(ith_image_processor *out, const char *model_
 ith_status ith_smart_resize(int64_t height, int64_t width, int64_t factor, int64_t min_pixels,
                             int64_t max_pixels, int64_t *out_height, int64_t *out_width,
                             ith_error *err);
-/* Antialiased bicubic in fixed point, bit-equal to torchvision's on uint8: each axis has int16
- * weights of its own precision; the horizontal result is rounded and cut to 8 bits before the
- * vertical pass. */
-ith_status ith_image_resize(ith_image *out, const ith_image *in, int64_t height, int64_t width,
-                            ith_error *err);
+#define ITH_IMAGE_MAX_ASPECT 200
 
-/* Grid and patches of a picture: resized, normalised, in merge-block order. pixels: [patches,
- * 3 * temporal_patch_size * patch_size^2] f32, allocated here; free with ith_free. */
-ith_status ith_image_to_patches(const ith_image_processor *p, const ith_image *image,
-                                ith_grid *grid, float **pixels, ith_error *err);
-/* The grid alone: what a row costs in tokens, without decoding more than its size. */
+/* Antialiased bicubic in fixed point, bit-equal to torchvision's on uint8 (each axis has int16
+ * weights of its own precision) or to Pillow's (22 bits always); the horizontal result is rounded
+ * and cut to 8 bits before the vertical pass. */
+typedef enum { ITH_RESIZE_TORCHVISION, ITH_RESIZE_PILLOW } ith_resize_kind;
+ith_status ith_image_resize(ith_image *out, const ith_image *in, int64_t height, int64_t width,
+                            ith_resize_kind kind, ith_error *err);
+
+/* The grid of a picture: what it costs. */
 ith_status ith_image_grid(const ith_image_processor *p, int64_t height, int64_t width,
                           ith_grid *grid, ith_error *err);
+/* Values of a patch: 3 * temporal_patch_size * patch_size^2. */
+int64_t ith_image_patch_width(const ith_image_processor *p);
+/* A picture, resized to the grid and normalised, at times [first, first + times) of pixels: [t*h*w,
+ * patch width] f32 in merge-block order, columns by channel, time, y, x. A still picture fills all
+ * temporal_patch_size times; a frame of a video one, the last of an odd number two. */
+ith_status ith_image_fill_patches(const ith_image_processor *p, const ith_image *image,
+                                  ith_grid grid, int64_t first, int64_t times, float *pixels,
+                                  ith_error *err);
 
 #endif

@@ -1,11 +1,12 @@
-/* patches.c - a picture as the rows of the vision tower. */
+/* patches.c - the processor files of a model directory, and a picture as the rows of the vision
+ * tower. */
 #include <string.h>
 
 #include "base/checked.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "base/mem.h"
-#include "image/image.h"
+#include "image/video.h"
 
 /* ---- preprocessor_config.json ---- */
 
@@ -58,29 +59,73 @@ static ith_status parse_processor(ith_image_processor *p, const json_t *root, it
     return ITH_OK;
 }
 
+static const ith_image_processor published = {.patch_size = 16,
+                                              .temporal_patch_size = 2,
+                                              .merge_size = 2,
+                                              .min_pixels = 65536,
+                                              .max_pixels = 16777216,
+                                              .mean = {0.5, 0.5, 0.5},
+                                              .std = {0.5, 0.5, 0.5}};
+
+/* A file of the model directory; *root NULL when it is absent. */
+static ith_status load_json(json_t **root, const char *dir, const char *name, ith_buf *path,
+                            ith_error *err)
+{
+    *root = NULL;
+    ith_path_join(path, dir, name);
+    ITH_TRY(ith_buf_check(path, "path", err));
+    return ith_path_exists(path->data) ? ith_json_load(root, path->data, err) : ITH_OK;
+}
+
 ith_status ith_image_processor_load(ith_image_processor *out, const char *model_dir, ith_error *err)
 {
-    ith_image_processor p = {.patch_size = 16,
-                             .temporal_patch_size = 2,
-                             .merge_size = 2,
-                             .min_pixels = 65536,
-                             .max_pixels = 16777216,
-                             .mean = {0.5, 0.5, 0.5},
-                             .std = {0.5, 0.5, 0.5}};
+    ith_image_processor p = published;
     ith_buf path = {0};
     json_t *root = NULL;
-    ith_status status = ITH_OK;
-    ith_path_join(&path, model_dir, "preprocessor_config.json");
-    ITH_TRY_OUT(ith_buf_check(&path, "path", err));
-    if (ith_path_exists(path.data)) {
-        ITH_TRY_OUT(ith_json_load(&root, path.data, err));
+    ith_status status = load_json(&root, model_dir, "preprocessor_config.json", &path, err);
+    if (status == ITH_OK && root) {
         status = parse_processor(&p, root, err);
         if (status != ITH_OK)
             ith_wrap(err, status, "%s", path.data);
     }
     if (status == ITH_OK)
         *out = p;
-out:
+    json_decref(root);
+    ith_buf_deinit(&path);
+    return status;
+}
+
+static ith_status parse_video(ith_video_processor *p, const json_t *root, ith_error *err)
+{
+    const json_t *fps = json_object_get(root, "fps");
+    ITH_TRY(parse_processor(&p->image, root, err));
+    ITH_TRY(get_size(root, "min_frames", &p->min_frames, err));
+    ITH_TRY(get_size(root, "max_frames", &p->max_frames, err));
+    if (json_is_number(fps) && json_number_value(fps) > 0)
+        p->fps = json_number_value(fps);
+    else if (fps && !json_is_null(fps))
+        return ith_fail(err, ITH_ERR_FORMAT, "fps: expected a number above 0");
+    if (p->min_frames > p->max_frames || p->max_frames > 1 << 20)
+        return ith_fail(err, ITH_ERR_FORMAT, "min_frames %lld, max_frames %lld: out of order",
+                        (long long)p->min_frames, (long long)p->max_frames);
+    return ITH_OK;
+}
+
+ith_status ith_video_processor_load(ith_video_processor *out, const char *model_dir, ith_error *err)
+{
+    ith_video_processor p = {.image = published, .fps = 2, .min_frames = 4, .max_frames = 768};
+    ith_buf path = {0};
+    json_t *root = NULL;
+    p.image.min_pixels = 4096;
+    p.image.max_pixels = 25165824;
+    ith_status status = load_json(&root, model_dir, "video_preprocessor_config.json", &path, err);
+    if (status == ITH_OK && root) {
+        status = parse_video(&p, root, err);
+        if (status != ITH_OK)
+            ith_wrap(err, status, "%s", path.data);
+    }
+    if (status == ITH_OK)
+        *out = p;
     json_decref(root);
     ith_buf_deinit(&path);
     return status;
@@ -98,46 +143,53 @@ ith_status ith_image_grid(const ith_image_processor *p, int64_t height, int64_t 
     return ITH_OK;
 }
 
-/* One patch: [3, time, y, x]; a still picture stands at every time. */
-static void fill_patch(float *out, const ith_image_processor *p, const ith_image *image,
-                       int64_t row, int64_t col, float table[3][256])
+static void processor_table(const ith_image_processor *p, float table[3][256])
 {
-    int64_t side = p->patch_size;
-    for (int c = 0; c < 3; c++)
-        for (int64_t t = 0; t < p->temporal_patch_size; t++)
-            for (int64_t y = 0; y < side; y++) {
-                const uint8_t *from =
-                    image->rgb + ((row * side + y) * image->width + col * side) * 3 + c;
-                for (int64_t x = 0; x < side; x++)
-                    *out++ = table[c][from[3 * x]];
-            }
-}
-
-ith_status ith_image_to_patches(const ith_image_processor *p, const ith_image *image,
-                                ith_grid *grid, float **pixels, ith_error *err)
-{
-    ith_grid g;
-    ith_image sized = {0};
-    float *out = NULL, table[3][256];
-    ith_status status = ITH_OK;
-    ITH_TRY(ith_image_grid(p, image->height, image->width, &g, err));
-    int64_t width = 3 * p->temporal_patch_size * p->patch_size * p->patch_size;
-    ITH_TRY_OUT(ith_image_resize(&sized, image, g.h * p->patch_size, g.w * p->patch_size, err));
-    ITH_TRY_OUT(ith_alloc((void **)&out, ith_grid_patches(g) * width * 4, "patches", err));
     for (int c = 0; c < 3; c++) /* rescaling folded into mean and deviation, each rounded to f32 */
         for (int v = 0; v < 256; v++)
             table[c][v] = ((float)v - (float)(p->mean[c] * 255)) / (float)(p->std[c] * 255);
-    int64_t m = p->merge_size, block_cols = g.w / m;
-    for (int64_t i = 0; i < ith_grid_patches(g); i++) {
-        int64_t block = i / (m * m), inner = i % (m * m);
-        fill_patch(out + i * width, p, &sized, block / block_cols * m + inner / m,
-                   block % block_cols * m + inner % m, table);
+}
+
+/* One time of one patch: its three channels lie a whole patch time apart. */
+static void fill_patch(float *out, const ith_image_processor *p, const ith_image *image,
+                       int64_t row, int64_t col, float table[3][256])
+{
+    int64_t side = p->patch_size, channel = p->temporal_patch_size * side * side;
+    for (int c = 0; c < 3; c++)
+        for (int64_t y = 0; y < side; y++) {
+            const uint8_t *from =
+                image->rgb + ((row * side + y) * image->width + col * side) * 3 + c;
+            float *to = out + c * channel + y * side;
+            for (int64_t x = 0; x < side; x++)
+                to[x] = table[c][from[3 * x]];
+        }
+}
+
+ith_status ith_image_fill_patches(const ith_image_processor *p, const ith_image *image,
+                                  ith_grid grid, int64_t first, int64_t times, float *pixels,
+                                  ith_error *err)
+{
+    ith_image sized = {0};
+    float table[3][256];
+    int64_t m = p->merge_size, block_cols = grid.w / m, frame = (int64_t)grid.h * grid.w;
+    int64_t side = p->patch_size, width = ith_image_patch_width(p);
+    ITH_TRY(
+        ith_image_resize(&sized, image, grid.h * side, grid.w * side, ITH_RESIZE_TORCHVISION, err));
+    processor_table(p, table);
+    for (int64_t k = first; k < first + times; k++) {
+        int64_t t = k / p->temporal_patch_size, within = k % p->temporal_patch_size;
+        for (int64_t i = 0; i < frame; i++) {
+            int64_t block = i / (m * m), inner = i % (m * m);
+            fill_patch(pixels + (t * frame + i) * width + within * side * side, p, &sized,
+                       block / block_cols * m + inner / m, block % block_cols * m + inner % m,
+                       table);
+        }
     }
-    *grid = g;
-    *pixels = out;
-    out = NULL;
-out:
-    ith_free(out);
     ith_image_deinit(&sized);
-    return status;
+    return ITH_OK;
+}
+
+int64_t ith_image_patch_width(const ith_image_processor *p)
+{
+    return 3 * p->temporal_patch_size * p->patch_size * p->patch_size;
 }

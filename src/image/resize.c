@@ -6,7 +6,6 @@
 #include "base/mem.h"
 #include "image/image.h"
 
-#define MAX_ASPECT 200
 #define CHANNELS 3
 #define MAX_PRECISION 22 /* bits: 32 - 8 of a sample - 2 for overshoot */
 
@@ -21,10 +20,10 @@ ith_status ith_smart_resize(int64_t height, int64_t width, int64_t factor, int64
                             ith_error *err)
 {
     int64_t low = ith_min_i64(height, width), high = ith_max_i64(height, width);
-    if (low <= 0 || (double)high / (double)low > MAX_ASPECT)
+    if (low <= 0 || (double)high / (double)low > ITH_IMAGE_MAX_ASPECT)
         return ith_fail(err, ITH_ERR_FORMAT,
                         "a picture of %lld x %lld: sides may be at most %d:1 apart",
-                        (long long)width, (long long)height, MAX_ASPECT);
+                        (long long)width, (long long)height, ITH_IMAGE_MAX_ASPECT);
     double h = (double)height, w = (double)width, f = (double)factor;
     int64_t hb = round_half_even(h / f) * factor, wb = round_half_even(w / f) * factor;
     if (hb * wb > max_pixels) {
@@ -68,7 +67,7 @@ static void taps_deinit(taps *t)
     ith_free(t->weight);
 }
 
-static ith_status taps_init(taps *t, int64_t in, int64_t out, ith_error *err)
+static ith_status taps_init(taps *t, int64_t in, int64_t out, ith_resize_kind kind, ith_error *err)
 {
     double ratio = (double)in / (double)out, stretch = ratio > 1 ? ratio : 1, largest = 0;
     *t = (taps){.outputs = out, .max_taps = (int64_t)ceil(4 * stretch) + 3};
@@ -93,7 +92,9 @@ static ith_status taps_init(taps *t, int64_t in, int64_t out, ith_error *err)
             largest = fmax(largest, w[i]);
         }
     }
-    /* the most bits that keep the largest weight in int16 */
+    /* torchvision: the most bits that keep the largest weight in int16 */
+    if (kind == ITH_RESIZE_PILLOW)
+        t->precision = MAX_PRECISION;
     while (t->precision < MAX_PRECISION && floor(ldexp(largest, t->precision + 1) + 0.5) < 32768)
         t->precision++;
     for (int64_t i = 0; i < out * t->max_taps; i++)
@@ -139,14 +140,14 @@ static void vertical(uint8_t *out, const uint8_t *in, const taps *t, int64_t wid
 }
 
 ith_status ith_image_resize(ith_image *out, const ith_image *in, int64_t height, int64_t width,
-                            ith_error *err)
+                            ith_resize_kind kind, ith_error *err)
 {
     ith_status status = ITH_OK;
     ith_image result = {width, height, NULL};
     taps across = {0}, down = {0};
     uint8_t *between = NULL;
-    ITH_TRY_OUT(taps_init(&across, in->width, width, err));
-    ITH_TRY_OUT(taps_init(&down, in->height, height, err));
+    ITH_TRY_OUT(taps_init(&across, in->width, width, kind, err));
+    ITH_TRY_OUT(taps_init(&down, in->height, height, kind, err));
     ITH_TRY_OUT(ith_alloc((void **)&between, in->height * width * CHANNELS, "picture", err));
     ITH_TRY_OUT(ith_alloc((void **)&result.rgb, height * width * CHANNELS, "picture", err));
     if (width == in->width)

@@ -90,6 +90,47 @@ static void assign_places(ith_model *model)
         model->num_act = model->num_elements;
 }
 
+static bool begins_with(const char *text, const char *prefix)
+{
+    return strncmp(text, prefix, strlen(prefix)) == 0;
+}
+
+ith_status ith_model_freeze(ith_model *model, ith_model_parts parts, ith_error *err)
+{
+    int64_t begin = 0, end = 0;
+    model->frozen = parts;
+    for (int64_t i = 0; i < model->num_params; i++) {
+        ith_param *p = &model->params[i];
+        p->is_frozen = begins_with(p->name, "model.visual.merger.") ? parts.merger
+                       : begins_with(p->name, "model.visual.")      ? parts.vision_tower
+                                                                    : parts.language_model;
+    }
+    return ith_model_next_trained(model, 0, &begin, &end)
+               ? ITH_OK
+               : ith_fail(err, ITH_ERR_USAGE,
+                          "all parts of the model are frozen: nothing is trained");
+}
+
+bool ith_model_next_trained(const ith_model *model, int64_t at, int64_t *begin, int64_t *end)
+{
+    int64_t from = model->num_elements, to = model->num_elements;
+    for (int64_t i = 0; i < model->num_params; i++) {
+        const ith_param *p = &model->params[i];
+        int64_t stop =
+            ith_round_up(p->first + p->shape[0] * p->shape[1] * p->shape[2], PARAM_ALIGN);
+        if (!p->is_frozen && stop > at)
+            from = ith_min_i64(from, ith_max_i64(p->first, at));
+    }
+    for (int64_t i = 0; i < model->num_params; i++) {
+        const ith_param *p = &model->params[i];
+        if (p->is_frozen && p->first >= from && p->first < to)
+            to = p->first;
+    }
+    *begin = from;
+    *end = to;
+    return from < model->num_elements;
+}
+
 static const ith_model_family *family_of(ith_family family)
 {
     if (family == ITH_FAMILY_QWEN3_5 || family == ITH_FAMILY_QWEN3_5_MOE)
@@ -244,8 +285,8 @@ ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training)
     for (int64_t i = 0; i < model->num_params; i++) {
         const ith_param *p = &model->params[i];
         bool apart = p->first >= model->num_act;
-        model->params[i].w = ith_param_view(p, apart ? model->w_f32 : model->w,
-                                            apart ? model->num_act : 0);
+        model->params[i].w =
+            ith_param_view(p, apart ? model->w_f32 : model->w, apart ? model->num_act : 0);
         model->params[i].grad = ith_param_view(p, model->grad, 0);
     }
     ITH_TRY(ith_model_place_sharded(model, ctx, training));

@@ -26,6 +26,7 @@ typedef struct {
     int64_t shape[3];
     int64_t first;      /* its first element in the flat buffers; a multiple of 64 */
     bool is_f32;        /* kept in f32 whatever the model's type (A_log): behind all others */
+    bool is_frozen;     /* see ith_model_freeze */
     ith_tensor w, grad; /* views, set by ith_model_place; grad absent when not training */
 } ith_param;
 
@@ -119,6 +120,11 @@ typedef struct {
 
 typedef struct ith_model ith_model;
 
+/* Parts of a model that keep their weights. */
+typedef struct {
+    bool vision_tower, merger, language_model;
+} ith_model_parts;
+
 typedef struct {
     ith_family family;
     /* Declares parameters and pieces (ith_model_add_*). */
@@ -169,7 +175,8 @@ struct ith_model {
 
     bool has_vision;       /* the tower is part of the model (else its tensors only pass through) */
     int32_t *vision_param; /* parameter indices, see vision.c */
-    ith_tensor vision_x;   /* saved inputs of its blocks */
+    ith_model_parts frozen;
+    ith_tensor vision_x; /* saved inputs of its blocks */
     int64_t vision_mark;
 
     float norm_offset; /* of the layer norms: 0, or 1 where weights are stored around zero */
@@ -219,6 +226,12 @@ ith_status ith_model_create(ith_model **out, const ith_hf_config *config, ith_dt
 ith_status ith_model_create_multimodal(ith_model **out, const ith_hf_config *config,
                                        ith_dtype dtype, int64_t max_positions, ith_error *err);
 void ith_model_destroy(ith_model *model);
+/* Before place: these parts are not trained. Their gradients count for nothing; those of the tower
+ * are not even computed. Fails when nothing is left. */
+ith_status ith_model_freeze(ith_model *model, ith_model_parts parts, ith_error *err);
+/* The next elements [*begin, *end) of the flat buffers, at or after `at`, that are trained; false:
+ * there are none. */
+bool ith_model_next_trained(const ith_model *model, int64_t at, int64_t *begin, int64_t *end);
 /* Pushes weights, RoPE tables and (training) gradients; fills the tables when not counting. */
 ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training);
 /* Reads every piece into one or two flat buffers of the model's layout (w and master, or m; the

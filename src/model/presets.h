@@ -1,4 +1,5 @@
-/* presets.h - published Qwen3 shapes, and a few small ones, for `ithaca init`, tests and benches.
+/* presets.h - published Qwen3 and Qwen3.5 shapes, and a few small ones, for `ithaca init`, tests
+ * and benches.
  */
 #ifndef ITH_MODEL_PRESETS_H
 #define ITH_MODEL_PRESETS_H
@@ -15,5 +16,9 @@ ith_status ith_preset_config(int preset, int64_t vocab_size, int64_t eos_token_i
 
 /* A diffusion model: its tokenizer needs a mask token. */
 bool ith_preset_is_diffusion(int preset);
+/* A model with a vision tower: its tokenizer needs the tokens of images and videos. */
+bool ith_preset_sees(int preset);
+/* preprocessor_config.json (video: that of videos) of such a model. Caller frees. */
+ith_status ith_preset_processor(int preset, bool video, json_t **out, ith_error *err);
 
 #endif

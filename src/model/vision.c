@@ -106,73 +106,6 @@ void ith_vision_lay_out(const ith_hf_vision *v, const ith_grid *grids, int64_t n
     }
 }
 
-/* The next frame of the items, in features. */
-typedef struct {
-    const ith_grid *grids;
-    int64_t num_grids, item, frame;
-} frame_walk;
-
-static bool next_frame(frame_walk *w, int64_t merge, int64_t *rows, int64_t *cols)
-{
-    if (w->item >= w->num_grids)
-        return false;
-    ith_grid g = w->grids[w->item];
-    *rows = g.h / merge;
-    *cols = g.w / merge;
-    if (++w->frame == g.t) {
-        w->frame = 0;
-        w->item++;
-    }
-    return true;
-}
-
-static bool is_media(const ith_hf_config *c, int32_t id)
-{
-    return id >= 0 && (id == c->image_token_id || id == c->video_token_id);
-}
-
-ith_status ith_mrope_positions(const ith_hf_config *c, const int32_t *ids,
-                               const int32_t *cu_seqlens, int64_t num_docs, const ith_grid *grids,
-                               int64_t num_grids, int32_t *positions, ith_error *err)
-{
-    int64_t tokens = cu_seqlens[num_docs], rows = 0, cols = 0;
-    frame_walk walk = {grids, num_grids, 0, 0};
-    int32_t *row_t = positions, *row_h = positions + tokens, *row_w = positions + 2 * tokens;
-    for (int64_t doc = 0; doc < num_docs; doc++) {
-        int32_t at = 0;
-        for (int64_t i = cu_seqlens[doc]; i < cu_seqlens[doc + 1];) {
-            if (!is_media(c, ids[i])) {
-                row_t[i] = row_h[i] = row_w[i] = at++;
-                i++;
-                continue;
-            }
-            if (!next_frame(&walk, c->vision.spatial_merge_size, &rows, &cols))
-                return ith_fail(err, ITH_ERR_FORMAT,
-                                "document %lld, token %lld: a media token, but the row has only "
-                                "%lld images and videos",
-                                (long long)doc, (long long)(i - cu_seqlens[doc]),
-                                (long long)num_grids);
-            for (int64_t k = 0; k < rows * cols; k++, i++) {
-                if (i >= cu_seqlens[doc + 1] || !is_media(c, ids[i]))
-                    return ith_fail(err, ITH_ERR_FORMAT,
-                                    "document %lld, token %lld: %lld media tokens, the image has "
-                                    "%lld features",
-                                    (long long)doc, (long long)(i - cu_seqlens[doc]), (long long)k,
-                                    (long long)(rows * cols));
-                row_t[i] = at;
-                row_h[i] = at + (int32_t)(k / cols);
-                row_w[i] = at + (int32_t)(k % cols);
-            }
-            at += (int32_t)ith_max_i64(rows, cols);
-        }
-    }
-    if (walk.item != num_grids)
-        return ith_fail(err, ITH_ERR_FORMAT,
-                        "%lld images and videos, but media tokens for %lld of them",
-                        (long long)num_grids, (long long)walk.item);
-    return ITH_OK;
-}
-
 /* ---- parameters ---- */
 
 static ith_status declare(ith_model *m, int32_t *out, const char *name, int ndim,
@@ -436,16 +369,16 @@ ith_status ith_vision_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bo
 {
     const ith_hf_vision *v = &m->config->vision;
     const ith_vision_batch *vb = &b->vision;
-    int64_t n = vb->num_patches, blocks = training ? v->depth : 0;
+    int64_t n = vb->num_patches, blocks = training && !m->frozen.vision_tower ? v->depth : 0;
     m->vision_mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS);
     if (n == 0)
         return ITH_OK;
-    /* inputs of all blocks and of the merger when training, else one buffer */
+    /* inputs of all blocks and of the merger when the tower is trained, else one buffer */
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "vision block inputs", m->dtype, 3, blocks + 1,
                          n, v->hidden_size, 1, &m->vision_x));
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     for (int64_t i = 0; i <= v->depth; i++) {
-        T x = block_input(m, training ? i : 0), out;
+        T x = block_input(m, ith_min_i64(i, blocks)), out;
         if (i == 0)
             ITH_TRY(embed_patches(m, ctx, vb, x));
         if (i == v->depth)
@@ -454,7 +387,7 @@ ith_status ith_vision_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bo
         ITH_TRY(block_inside(m, ctx, vb, i, x, &s));
         ITH_TRY(affine(ctx, "vision block output", s.a, block_param(m, i, B_FC2_W),
                        block_param(m, i, B_FC2_B), &out));
-        ITH_TRY(ith_add(ctx, block_input(m, training ? i + 1 : 0), s.x2, out));
+        ITH_TRY(ith_add(ctx, block_input(m, ith_min_i64(i + 1, blocks)), s.x2, out));
         ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     }
     merger_acts s;
@@ -521,12 +454,14 @@ ith_status ith_vision_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, T
     if (vb->num_patches) {
         int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
         T dx;
+        int64_t saved = m->vision_x.shape[0] - 1;
         ITH_TRY(push(ctx, "vision gradient", m->dtype, vb->num_patches, v->hidden_size, &dx));
-        ITH_TRY(merger_backward(m, ctx, vb, dstream, block_input(m, v->depth), dx));
-        for (int64_t i = v->depth - 1; i >= 0; i--)
+        ITH_TRY(merger_backward(m, ctx, vb, dstream, block_input(m, saved), dx));
+        for (int64_t i = saved - 1; i >= 0; i--)
             ITH_WRAP(block_backward(m, ctx, vb, i, block_input(m, i), dx), ctx->err,
                      "vision block %lld backward", (long long)i);
-        ITH_TRY(patches_backward(m, ctx, vb, dx));
+        if (!m->frozen.vision_tower)
+            ITH_TRY(patches_backward(m, ctx, vb, dx));
         ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     }
     ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->vision_mark);

@@ -24,13 +24,6 @@ typedef struct {
 void ith_vision_lay_out(const ith_hf_vision *v, const ith_grid *grids, int64_t num_grids,
                         ith_vision_layout *out);
 
-/* Three position rows [3,T] (time, height, width) of packed documents, each counting from 0: text
- * advances all three; an image stands at one time, its features at their row and column, and the
- * text goes on behind the longer side. Fails when runs of media tokens and grids do not fit. */
-ith_status ith_mrope_positions(const ith_hf_config *c, const int32_t *ids,
-                               const int32_t *cu_seqlens, int64_t num_docs, const ith_grid *grids,
-                               int64_t num_grids, int32_t *positions, ith_error *err);
-
 /* Parameters of the tower and merger, under model.visual. */
 ith_status ith_vision_declare(ith_model *m, ith_error *err);
 /* Features of b->vision replace their rows of m->stream. Saves for backward when training. */

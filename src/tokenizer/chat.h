@@ -4,6 +4,10 @@
  * types text, reasoning, tool_call, image_url, video_url, audio_url. HF messages are what chat
  * templates read: {role, content, reasoning_content, tool_calls}.
  *
+ * A media block may say what stands for it in the encoded text: {placeholder, text}. The template
+ * prints the placeholder once for the block; text replaces it before anything is tokenized, as the
+ * processors of transformers do. data/media.h fills both in.
+ *
  * An ith_chat is immutable after open: any number of threads may use it. */
 #ifndef ITH_TOKENIZER_CHAT_H
 #define ITH_TOKENIZER_CHAT_H

@@ -297,6 +297,7 @@ static void train_token(ith_encoded *e, int64_t i, double weight)
 
 /* A conversation in HF form with what stays the same for all its renders. */
 typedef struct {
+    const json_t *canonical;
     json_t *messages, *tools;
     int enable_thinking;
 } conversation;
@@ -305,7 +306,7 @@ static ith_status open_conversation(conversation *c, const ith_chat *chat, const
                                     const json_t *tools, ith_error *err)
 {
     ITH_ASSERT(chat->tok);
-    *c = (conversation){.enable_thinking = -1};
+    *c = (conversation){.canonical = messages, .enable_thinking = -1};
     ITH_TRY(ith_chat_to_hf(chat, messages, tools, &c->messages, &c->tools, err));
     const json_t *last = json_array_get(c->messages, json_array_size(c->messages) - 1);
     if (is_assistant(last))
@@ -319,6 +320,14 @@ static void close_conversation(conversation *c)
     json_decref(c->tools);
 }
 
+/* The text of all messages, with what stands for their media. */
+static ith_status render_whole(const ith_chat *chat, const conversation *c,
+                               const ith_chat_options *o, ith_buf *out, ith_error *err)
+{
+    ITH_TRY(ith_chat_render(chat, c->messages, c->tools, o, out, err));
+    return ith_chat_expand_media(c->canonical, true, out, NULL, 0, err);
+}
+
 static ith_status render_prompt(const ith_chat *chat, const conversation *c, ith_buf *out,
                                 ith_error *err)
 {
@@ -329,7 +338,8 @@ static ith_status render_prompt(const ith_chat *chat, const conversation *c, ith
     ith_chat_options o = {.add_generation_prompt = true, .enable_thinking = c->enable_thinking};
     ith_status status = ith_chat_render(chat, prefix, c->tools, &o, out, err);
     json_decref(prefix);
-    return status;
+    return status == ITH_OK ? ith_chat_expand_media(c->canonical, false, out, NULL, 0, err)
+                            : status;
 }
 
 /* First index where the prompt is not a prefix of the whole, or -1. */
@@ -376,7 +386,7 @@ ith_status ith_chat_encode_sample(const ith_chat *chat, const json_t *messages, 
     ITH_TRY(open_conversation(&c, chat, messages, tools, err));
     ith_status status = ITH_OK;
     ith_chat_options o = {.enable_thinking = c.enable_thinking};
-    ITH_TRY_OUT(ith_chat_render(chat, c.messages, c.tools, &o, &full, err));
+    ITH_TRY_OUT(render_whole(chat, &c, &o, &full, err));
     ITH_TRY_OUT(render_prompt(chat, &c, &prompt, err));
     ITH_TRY_OUT(ith_tokenizer_encode(chat->tok, full.data, full.len, &e.ids, err));
     ITH_TRY_OUT(ith_tokenizer_encode(chat->tok, prompt.data, prompt.len, &prompt_ids, err));
@@ -413,7 +423,7 @@ ith_status ith_chat_encode_prompt(const ith_chat *chat, const json_t *messages, 
     ith_encoded e = {0};
     ith_chat_options o = {.add_generation_prompt = true, .enable_thinking = enable_thinking};
     ITH_TRY(open_conversation(&c, chat, messages, tools, err));
-    ith_status status = ith_chat_render(chat, c.messages, c.tools, &o, &text, err);
+    ith_status status = render_whole(chat, &c, &o, &text, err);
     if (status == ITH_OK)
         status = ith_tokenizer_encode(chat->tok, text.data, text.len, &e.ids, err);
     if (status == ITH_OK)
@@ -659,6 +669,7 @@ static ith_status encode_turns(turns_work *w, const ith_chat *chat, const json_t
              err, "%s", chat->source);
     ITH_WRAP(check_spans(messages, &w->list, report, err), err, "%s", chat->source);
     report->num_dropped_reasoning = count_dropped_reasoning(w->c.messages, &w->list, &w->text);
+    ITH_TRY(ith_chat_expand_media(messages, true, &w->text, w->list.spans, w->list.count, err));
     ITH_TRY(ith_tokenizer_encode_offsets(chat->tok, w->text.data, w->text.len, &w->e.ids,
                                          &w->begins, NULL, err));
     ITH_TRY(alloc_labels(&w->e, err));

@@ -50,6 +50,12 @@ ith_status ith_json_push(json_t *array, json_t *value, ith_error *err);
 ith_status ith_chat_probe_headers(const ith_chat *chat, const json_t *tools, ith_headers *h,
                                   ith_error *err);
 
+/* chat_media.c: text with, in place of each placeholder, what the media block of canonical
+ * `messages` says stands for it (chat.h); bounds of spans move along. whole: every block must be
+ * met, else the text may end before some. */
+ith_status ith_chat_expand_media(const json_t *messages, bool whole, ith_buf *text,
+                                 ith_jinja_span *spans, int64_t num_spans, ith_error *err);
+
 /* chat_escape.c: text with U+200B after the first character of each special token written in it. */
 ith_status ith_chat_escape(const ith_chat *chat, const char *text, int64_t len, ith_buf *out,
                            ith_error *err);

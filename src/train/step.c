@@ -113,21 +113,60 @@ static ith_status walk_micro(ith_step *s, bool training)
     return ITH_OK;
 }
 
+/* What is not trained has no gradient: before norms are taken. `grad` holds elements [first, ..) of
+ * the flat layout. */
+static ith_status clear_frozen(ith_step *s, T grad, int64_t first)
+{
+    const ith_model *m = s->model;
+    int64_t at = first, last = first + grad.shape[0], begin = 0, end = first;
+    if (!m->frozen.vision_tower && !m->frozen.merger && !m->frozen.language_model)
+        return ITH_OK;
+    for (; at < last; at = end) {
+        if (!ith_model_next_trained(m, at, &begin, &end))
+            begin = end = last;
+        int64_t stop = ith_min_i64(begin, last);
+        if (stop > at)
+            ITH_TRY(ith_zero(s->ctx, ith_row_range(grad, at - first, stop - first)));
+    }
+    return ITH_OK;
+}
+
+/* AdamW over the trained elements of a stretch of the flat layout that begins with element `first`.
+ * All buffers hold that stretch; master may be absent. */
+static ith_status adamw_stretch(ith_step *s, T w, T master, T m, T v, T grad, int64_t first,
+                                ith_adamw_hyper hyper)
+{
+    const T none = ith_tensor_none();
+    int64_t last = first + grad.shape[0], begin = 0, end = 0;
+    for (int64_t at = first; at < last; at = end) {
+        if (!ith_model_next_trained(s->model, at, &begin, &end) || begin >= last)
+            break;
+        int64_t a = ith_max_i64(begin, first) - first, b = ith_min_i64(end, last) - first;
+        ITH_TRY(ith_adamw(s->ctx, ith_row_range(w, a, b),
+                          master.ndim ? ith_row_range(master, a, b) : none, ith_row_range(m, a, b),
+                          ith_row_range(v, a, b), ith_row_range(grad, a, b), s->scale, hyper,
+                          s->config.seed, first + a, true));
+    }
+    return ITH_OK;
+}
+
 /* The update of what this rank has of the optimizer, block by block. */
 static ith_status update_shard(ith_step *s, ith_adamw_hyper hyper)
 {
     ith_ctx *ctx = s->ctx;
     ith_model *m = s->model;
-    for (int64_t b = 0; b < s->shard.num_blocks; b++)
-        ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, ith_shard_slice(&s->shard, b, m->grad)));
+    for (int64_t b = 0; b < s->shard.num_blocks; b++) {
+        T grad = ith_shard_slice(&s->shard, b, m->grad);
+        ITH_TRY(clear_frozen(s, grad, ith_shard_slice_first(&s->shard, b)));
+        ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, grad));
+    }
     ITH_TRY(ith_mesh_sum_world(s->config.mesh, ctx, s->sumsq));
     ITH_TRY(ith_clip_scale(ctx, s->norm, s->scale, s->sumsq, s->config.max_grad_norm));
     for (int64_t b = 0; b < s->shard.num_blocks; b++)
-        ITH_TRY(ith_adamw(ctx, ith_shard_slice(&s->shard, b, m->w),
-                          ith_shard_slice(&s->shard, b, s->master),
-                          ith_shard_slice(&s->shard, b, s->m), ith_shard_slice(&s->shard, b, s->v),
-                          ith_shard_slice(&s->shard, b, m->grad), s->scale, hyper, s->config.seed,
-                          ith_shard_slice_first(&s->shard, b), true));
+        ITH_TRY(adamw_stretch(
+            s, ith_shard_slice(&s->shard, b, m->w), ith_shard_slice(&s->shard, b, s->master),
+            ith_shard_slice(&s->shard, b, s->m), ith_shard_slice(&s->shard, b, s->v),
+            ith_shard_slice(&s->shard, b, m->grad), ith_shard_slice_first(&s->shard, b), hyper));
     if (m->zero_stage == 1) /* the slices of the others */
         ITH_TRY(ith_zero(ctx, m->grad));
     return ith_model_refresh_weights(m, ctx);
@@ -137,9 +176,9 @@ static ith_status update_shard(ith_step *s, ith_adamw_hyper hyper)
 static ith_status adamw_range(ith_step *s, T w, int64_t begin, int64_t end, ith_adamw_hyper hyper)
 {
     T master = s->master.ndim ? ith_row_range(s->master, begin, end) : s->master;
-    return ith_adamw(s->ctx, w, master, ith_row_range(s->m, begin, end),
-                     ith_row_range(s->v, begin, end), ith_row_range(s->model->grad, begin, end),
-                     s->scale, hyper, s->config.seed, begin, true);
+    return adamw_stretch(s, w, master, ith_row_range(s->m, begin, end),
+                         ith_row_range(s->v, begin, end), ith_row_range(s->model->grad, begin, end),
+                         begin, hyper);
 }
 
 static ith_status update(ith_step *s, ith_adamw_hyper hyper)
@@ -148,6 +187,7 @@ static ith_status update(ith_step *s, ith_adamw_hyper hyper)
     ITH_TRY(ith_zero(ctx, s->sumsq));
     if (s->model->shard)
         return update_shard(s, hyper);
+    ITH_TRY(clear_frozen(s, s->model->grad, 0));
     ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, s->model->grad));
     ITH_TRY(ith_clip_scale(ctx, s->norm, s->scale, s->sumsq, s->config.max_grad_norm));
     const ith_model *m = s->model;

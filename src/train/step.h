@@ -17,7 +17,7 @@
 
 #include "data/batching.h"
 #include "model/model.h"
-#include "train/vision_buffers.h"
+#include "model/vision_buffers.h"
 
 typedef struct {
     const ith_mesh *mesh; /* borrowed; NULL: one rank */
@@ -25,18 +25,18 @@ typedef struct {
     /* of a micro-batch; under context parallelism of the whole one, which the group shares */
     int64_t max_tokens, max_docs, max_labels, max_doc_tokens;
     ith_vision_limits vision; /* of a model with a tower */
-    int64_t chunk_rows;   /* rows of logits at a time; 0: chosen */
-    bool training;        /* false: evaluation only, no gradients, no optimizer */
-    bool evaluates;       /* ith_step_eval will be called between steps */
-    bool fp32_master;     /* f32 copy of bf16 weights (ignored when the model is f32) */
-    bool bf16_moments;    /* m, v in bf16 */
-    int keep;             /* ith_keep, or -1: the fastest that fits memory_limit */
-    int64_t memory_limit; /* bytes on the device; 0: what is free there */
-    float max_grad_norm;  /* <= 0: no clipping */
-    uint64_t seed;        /* of stochastic rounding */
-    int64_t block;        /* of the attention mask, see ith_seqs; 0: causal */
-    bool noisy;           /* batches are [noisy; clean] */
-    bool bidirectional;   /* rows see their whole document */
+    int64_t chunk_rows;       /* rows of logits at a time; 0: chosen */
+    bool training;            /* false: evaluation only, no gradients, no optimizer */
+    bool evaluates;           /* ith_step_eval will be called between steps */
+    bool fp32_master;         /* f32 copy of bf16 weights (ignored when the model is f32) */
+    bool bf16_moments;        /* m, v in bf16 */
+    int keep;                 /* ith_keep, or -1: the fastest that fits memory_limit */
+    int64_t memory_limit;     /* bytes on the device; 0: what is free there */
+    float max_grad_norm;      /* <= 0: no clipping */
+    uint64_t seed;            /* of stochastic rounding */
+    int64_t block;            /* of the attention mask, see ith_seqs; 0: causal */
+    bool noisy;               /* batches are [noisy; clean] */
+    bool bidirectional;       /* rows see their whole document */
 } ith_step_config;
 
 typedef struct {

@@ -34,6 +34,7 @@ typedef struct {
     ith_hf_config hf;
     ith_tokenizer *tokenizer;
     ith_chat *chat;
+    ith_media *media;                    /* of a model that sees; NULL: it reads text only */
     ith_samples *samples, *eval_samples; /* eval_samples may be NULL, or samples when split */
     ith_batcher *batcher, *eval_batcher;
     ith_noise_options noise; /* of a diffusion model */

@@ -9,6 +9,7 @@
 #include "base/file.h"
 #include "checkpoint/model_dir.h"
 #include "checkpoint/train_state.h"
+#include "model/media_open.h"
 #include "train/diffusion.h"
 #include "train/trainer_internal.h"
 
@@ -105,6 +106,22 @@ static ith_status check_ids(const ith_trainer *t, const ith_samples *samples, co
                                              path, (long long)max, (long long)t->hf.vocab_size);
 }
 
+static ith_status open_media(ith_trainer *t, ith_error *err)
+{
+    ITH_TRY(
+        ith_media_open_model(&t->media, t->config->model, t->config, &t->hf, t->tokenizer, err));
+    const char *const keys[] = {"freeze_vision_tower", "freeze_multi_modal_projector",
+                                "freeze_language_model"};
+    const bool set[] = {t->config->freeze_vision_tower, t->config->freeze_multi_modal_projector,
+                        t->config->freeze_language_model};
+    for (int i = 0; i < 3; i++)
+        if (set[i] && !t->media)
+            return ith_config_fail(t->config, keys[i], err,
+                                   "true, but %s has no vision tower (leave it out)",
+                                   t->hf.model_type);
+    return ITH_OK;
+}
+
 static ith_status open_data(ith_trainer *t, ith_error *err)
 {
     const ith_config *c = t->config;
@@ -116,10 +133,13 @@ static ith_status open_data(ith_trainer *t, ith_error *err)
         ITH_TRY(ith_pool_create(&t->data_pool, (int)c->nproc, err));
     ith_pool *pool = t->data_pool ? t->data_pool : t->session.pool;
     ith_samples_options o = ith_samples_options_from(c, false, t->tokenizer, t->chat, pool);
+    ITH_TRY(open_media(t, err));
+    o.media = t->media;
     ITH_TRY(ith_samples_open(&t->samples, &o, err));
     int64_t num_train = 0, num_eval = 0;
     if (c->eval_dataset) {
         o = ith_samples_options_from(c, true, t->tokenizer, t->chat, pool);
+        o.media = t->media;
         ITH_TRY(ith_samples_open(&t->eval_samples, &o, err));
     } else if (c->eval_split_ratio > 0) {
         ITH_TRY(ith_samples_split(t->samples, c->eval_split_ratio, (uint64_t)c->seed,
@@ -133,11 +153,15 @@ static ith_status open_data(ith_trainer *t, ith_error *err)
     ith_batcher_options b = ith_batcher_options_from(c, &t->layout, dp_rank);
     b.subset = t->train_subset;
     b.num_subset = num_train;
+    b.media = t->media;
+    b.pool = pool;
     ITH_TRY(ith_batcher_create(&t->batcher, t->samples, &b, err));
     if (t->eval_samples) {
         b = ith_batcher_eval_options(c, &t->layout, dp_rank);
         b.subset = t->eval_subset;
         b.num_subset = num_eval;
+        b.media = t->media;
+        b.pool = pool;
         ITH_TRY(ith_batcher_create(&t->eval_batcher, t->eval_samples, &b, err));
         ITH_TRY(ith_batcher_save(t->eval_batcher, &t->eval_start, err));
     }
@@ -159,7 +183,11 @@ static ith_batch_limits clean_limits(const ith_trainer *t)
                               .max_docs = ith_max_i64(a.max_docs, e.max_docs),
                               .max_labels = ith_max_i64(a.max_labels, e.max_labels),
                               .max_doc_tokens = ith_max_i64(a.max_doc_tokens, e.max_doc_tokens),
-                              .max_micro = ith_max_i64(a.max_micro, e.max_micro)};
+                              .max_micro = ith_max_i64(a.max_micro, e.max_micro),
+                              .max_patches = ith_max_i64(a.max_patches, e.max_patches),
+                              .max_segments = ith_max_i64(a.max_segments, e.max_segments),
+                              .max_segment_patches =
+                                  ith_max_i64(a.max_segment_patches, e.max_segment_patches)};
 }
 
 static ith_status open_noise(ith_trainer *t, const ith_trainer_hooks *hooks, ith_error *err)
@@ -193,6 +221,7 @@ static ith_step_config step_config(const ith_trainer *t)
         .max_docs = limits.max_docs,
         .max_labels = limits.max_labels,
         .max_doc_tokens = limits.max_doc_tokens,
+        .vision = {limits.max_patches, limits.max_segments, limits.max_segment_patches},
         .block = t->noiser && t->noise.blocks ? t->noise.block_size : 0,
         .noisy = t->noiser && t->noise.blocks,
         .bidirectional = t->noiser && !t->noise.blocks,
@@ -215,10 +244,24 @@ static ith_status open_step(ith_trainer *t, bool plan_only, ith_error *err)
                    "recompute names what keep does not");
     ith_dtype dtype = ith_config_param_dtype(t->config) == ITH_DTYPE_F32 ? ITH_F32 : ITH_BF16;
     ith_step_config s = step_config(t);
-    int64_t *limits[] = {&s.max_tokens, &s.max_docs, &s.max_labels, &s.max_doc_tokens};
-    for (int i = 0; i < 4; i++) /* data-parallel ranks have different batches, and one plan */
+    int64_t *limits[] = {&s.max_tokens,
+                         &s.max_docs,
+                         &s.max_labels,
+                         &s.max_doc_tokens,
+                         &s.vision.max_patches,
+                         &s.vision.max_segments,
+                         &s.vision.max_segment_patches};
+    for (size_t i = 0; i < sizeof limits / sizeof *limits;
+         i++) /* data-parallel ranks have different batches, and one plan */
         ITH_TRY(ith_mesh_max(t->mesh, limits[i], err));
-    ITH_TRY(ith_model_create(&t->model, &t->hf, dtype, s.max_doc_tokens, err));
+    const ith_config *c = t->config;
+    ITH_TRY((s.vision.max_patches ? ith_model_create_multimodal : ith_model_create)(
+        &t->model, &t->hf, dtype, s.max_doc_tokens, err));
+    ITH_TRY(
+        ith_model_freeze(t->model,
+                         (ith_model_parts){c->freeze_vision_tower, c->freeze_multi_modal_projector,
+                                           c->freeze_language_model},
+                         err));
     t->model->aux_coef = (float)(ith_config_is_set(t->config, "router_aux_loss_coef")
                                      ? t->config->router_aux_loss_coef
                                  : t->hf.output_router_logits ? t->hf.router_aux_loss_coef
@@ -375,6 +418,7 @@ void ith_trainer_close(ith_trainer *t)
     json_decref(t->eval_start);
     ith_free(t->train_subset);
     ith_free(t->eval_subset);
+    ith_media_close(t->media);
     ith_chat_close(t->chat);
     ith_tokenizer_close(t->tokenizer);
     ith_hf_config_deinit(&t->hf);

@@ -24,8 +24,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     ITH_ASSERT(image.width > 0 && image.height > 0 && image.width * image.height <= 1 << 20);
     ith_grid grid;
     float *pixels = NULL;
-    if (ith_image_to_patches(&small, &image, &grid, &pixels, &err) == ITH_OK)
+    if (ith_image_grid(&small, image.height, image.width, &grid, &err) == ITH_OK) {
         ITH_ASSERT(grid.t == 1 && grid.h % 2 == 0 && grid.w % 2 == 0);
+        int64_t values = ith_grid_patches(grid) * ith_image_patch_width(&small);
+        if (ith_alloc((void **)&pixels, values * 4, "patches", &err) == ITH_OK)
+            (void)ith_image_fill_patches(&small, &image, grid, 0, 2, pixels, &err);
+    }
     ith_free(pixels);
     ith_image_deinit(&image);
     return 0;

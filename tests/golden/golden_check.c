@@ -182,8 +182,11 @@ static void add_media(const golden *g, ith_micro_batch *b)
         exit(1);
     memcpy(values, pixels->data, (size_t)ith_st_numel(pixels) * 4);
     b->pixels = values;
-    die_on(ith_mrope_positions(&g->config, b->ids, b->cu_seqlens, b->num_docs, b->grids,
-                               b->num_grids, b->mrope, &err));
+    const ith_media_tokens tokens = {.image = (int32_t)g->config.image_token_id,
+                                     .video = (int32_t)g->config.video_token_id,
+                                     .merge = g->config.vision.spatial_merge_size};
+    die_on(ith_mrope_positions(&tokens, b->ids, b->cu_seqlens, b->num_docs, b->grids, b->num_grids,
+                               b->mrope, &err));
 }
 
 static void free_batch(ith_micro_batch *b)
@@ -359,10 +362,10 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
             ith_device *d = ctx->device;
             die_on(d->upload(d, ids.data, batch->ids + begin, n * 4, &err));
             for (int64_t axis = 0; axis < axes; axis++)
-                die_on(d->upload(d, (int32_t *)pos.data + axis * n,
-                                 batch->mrope ? batch->mrope + axis * n
-                                              : batch->position_ids + begin,
-                                 n * 4, &err));
+                die_on(
+                    d->upload(d, (int32_t *)pos.data + axis * n,
+                              batch->mrope ? batch->mrope + axis * n : batch->position_ids + begin,
+                              n * 4, &err));
             die_on(ith_vision_buffers_fill(&vision, m, ctx, batch, &media));
             die_on(d->upload(d, rows.data, all, n * 4, &err));
             die_on(d->upload(d, cu.data, batch->cu_seqlens, (batch->num_docs + 1) * 4, &err));

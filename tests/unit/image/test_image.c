@@ -43,14 +43,14 @@ static void test_resize_keeps_what_is_flat(void **state)
     for (int i = 0; i < 7 * 5; i++)
         for (int c = 0; c < 3; c++)
             rgb[3 * i + c] = (uint8_t)(40 + 100 * c);
-    assert_ok(ith_image_resize(&out, &in, 16, 3, &err), err);
+    assert_ok(ith_image_resize(&out, &in, 16, 3, ITH_RESIZE_TORCHVISION, &err), err);
     for (int i = 0; i < 16 * 3; i++)
         for (int c = 0; c < 3; c++)
             assert_int_equal(out.rgb[3 * i + c], 40 + 100 * c);
     ith_image_deinit(&out);
     for (int i = 0; i < 7 * 5 * 3; i++)
         rgb[i] = (uint8_t)(i * 37);
-    assert_ok(ith_image_resize(&out, &in, 5, 7, &err), err);
+    assert_ok(ith_image_resize(&out, &in, 5, 7, ITH_RESIZE_PILLOW, &err), err);
     assert_memory_equal(out.rgb, rgb, sizeof rgb);
     ith_image_deinit(&out);
 }
@@ -125,9 +125,6 @@ static void test_every_failing_allocation_is_one_error(void **state)
 }
 #endif
 
-#ifdef ITH_HAVE_JPEG
-#include "jpeg_files.inc"
-
 static uint64_t fnv(const uint8_t *bytes, int64_t n)
 {
     uint64_t hash = 0xcbf29ce484222325;
@@ -135,6 +132,68 @@ static uint64_t fnv(const uint8_t *bytes, int64_t n)
         hash = (hash ^ bytes[i]) * 0x100000001b3;
     return hash;
 }
+
+#include "picture_files.inc"
+
+static bool built_in(size_t i)
+{
+    return strstr(ith_image_formats(), pictures[i].is_png ? "png" : "webp") != NULL;
+}
+
+/* Palette, two levels, alpha, 16 bit, turned by EXIF; lossy and lossless. */
+static void test_picture_pixels(void **state)
+{
+    (void)state;
+    for (size_t i = 0; i < sizeof pictures / sizeof *pictures; i++) {
+        ith_error err = {0};
+        ith_image image = {0};
+        if (!built_in(i))
+            continue;
+        assert_ok(ith_image_decode(&image, pictures[i].bytes, pictures[i].size, pictures[i].name,
+                                   100, &err),
+                  err);
+        assert_int_equal(image.width, pictures[i].width);
+        assert_int_equal(image.height, pictures[i].height);
+        uint64_t hash = fnv(image.rgb, image.width * image.height * 3);
+        if (hash != pictures[i].hash)
+            fail_msg("%s: hash %llx, expected %llx", pictures[i].name, (unsigned long long)hash,
+                     (unsigned long long)pictures[i].hash);
+        ith_image_deinit(&image);
+        assert_fails(
+            ith_image_decode(&image, pictures[i].bytes, pictures[i].size, "large", 95, &err), err,
+            ITH_ERR_FORMAT, "large: a picture of ");
+    }
+}
+
+/* Every prefix and changed bytes: an error or a picture. */
+static void test_damaged_pictures(void **state)
+{
+    (void)state;
+    uint8_t bytes[1024];
+    for (size_t i = 0; i < sizeof pictures / sizeof *pictures; i++) {
+        assert_true(pictures[i].size <= (int64_t)sizeof bytes);
+        for (int64_t n = 0; built_in(i) && n < pictures[i].size; n++) {
+            ith_error err = {0};
+            ith_image image = {0};
+            if (ith_image_decode(&image, pictures[i].bytes, n, "cut", 100, &err) != ITH_OK)
+                assert_non_null(strstr(err.text, "cut: "));
+            else if (n < pictures[i].size / 2)
+                fail_msg("%s: %lld bytes of %lld are taken for a picture", pictures[i].name,
+                         (long long)n, (long long)pictures[i].size);
+            ith_image_deinit(&image);
+            for (int k = 0; k < 3; k++) {
+                ith_error other = {0};
+                memcpy(bytes, pictures[i].bytes, (size_t)pictures[i].size);
+                bytes[n] = k == 0 ? 0 : k == 1 ? 0xff : (uint8_t)(bytes[n] ^ 0x10);
+                (void)ith_image_decode(&image, bytes, pictures[i].size, "bad", 100, &other);
+                ith_image_deinit(&image);
+            }
+        }
+    }
+}
+
+#ifdef ITH_HAVE_JPEG
+#include "jpeg_files.inc"
 
 /* Baseline, progressive, turned by EXIF, grey, CMYK. */
 static void test_jpeg_pixels(void **state)
@@ -192,8 +251,10 @@ static void test_other_bytes_are_no_picture(void **state)
     assert_fails(ith_image_decode(&image, "GIF89a", 6, "x.gif", 100, &err), err, ITH_ERR_FORMAT,
                  "x.gif: no picture of a known format");
     memset(&err, 0, sizeof err);
+    bool webp = strstr(ith_image_formats(), "webp") != NULL;
     assert_fails(ith_image_decode(&image, "RIFF....WEBPVP8 ", 16, "x.webp", 100, &err), err,
-                 ITH_ERR_UNSUPPORTED, "x.webp: WebP pictures are not built in");
+                 webp ? ITH_ERR_FORMAT : ITH_ERR_UNSUPPORTED,
+                 webp ? "x.webp: damaged WebP" : "x.webp: WebP pictures are not built in");
 }
 
 /* ---- the reference pictures ---- */
@@ -252,7 +313,9 @@ static void test_reference_pictures_bit_for_bit(void **state)
         assert_ok(ith_image_grid(&full, image.height, image.width, &grid, &err), err);
         snprintf(key, sizeof key, "im%d.full", i);
         need_grid(ref, key, grid);
-        assert_ok(ith_image_to_patches(&small, &image, &grid, &pixels, &err), err);
+        assert_ok(ith_image_grid(&small, image.height, image.width, &grid, &err), err);
+        assert_ok(ith_alloc((void **)&pixels, ith_grid_patches(grid) * 1536 * 4, "p", &err), err);
+        assert_ok(ith_image_fill_patches(&small, &image, grid, 0, 2, pixels, &err), err);
         snprintf(key, sizeof key, "im%d.small", i);
         need_grid(ref, key, grid);
         snprintf(key, sizeof key, "im%d.small", i);
@@ -290,6 +353,8 @@ int main(void)
         cmocka_unit_test(test_jpeg_pixels),
         cmocka_unit_test(test_damaged_jpeg),
 #endif
+        cmocka_unit_test(test_picture_pixels),
+        cmocka_unit_test(test_damaged_pictures),
         cmocka_unit_test(test_other_bytes_are_no_picture),
         cmocka_unit_test(test_reference_pictures_bit_for_bit),
     };

@@ -293,48 +293,12 @@ static void test_decoding_goes_on_where_prefill_ended(void **state)
 
 /* ---- positions ---- */
 
-/* Text, an image of 4x6 patches, text, a video of two frames, text; then a document of text alone.
- */
-static void test_positions_of_images_and_video(void **state)
-{
-    (void)state;
-    ith_hf_config c = {
-        .image_token_id = 90, .video_token_id = 91, .vision = {.spatial_merge_size = 2}};
-    static const int32_t ids[] = {1,  2,  90, 90, 90, 90, 90, 90, 3, 91, 91,
-                                  91, 91, 4,  91, 91, 91, 91, 5,  6, 7};
-    static const int32_t cu[] = {0, 19, 21};
-    static const ith_grid grids[] = {{1, 4, 6}, {2, 4, 4}};
-    static const int32_t wanted[3][21] = {
-        {0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 6, 6, 8, 9, 9, 9, 9, 11, 0, 1},
-        {0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 6, 7, 7, 8, 9, 9, 10, 10, 11, 0, 1},
-        {0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 6, 7, 8, 9, 10, 9, 10, 11, 0, 1}};
-    int32_t got[3][21];
-    ith_error err = {0};
-    assert_ok(ith_mrope_positions(&c, ids, cu, 2, grids, 2, got[0], &err), err);
-    for (int axis = 0; axis < 3; axis++)
-        for (int t = 0; t < 21; t++)
-            if (got[axis][t] != wanted[axis][t])
-                fail_msg("row %d, token %d: %d, expected %d", axis, t, got[axis][t],
-                         wanted[axis][t]);
-    assert_fails(ith_mrope_positions(&c, ids, cu, 2, grids, 1, got[0], &err), err, ITH_ERR_FORMAT,
-                 "document 0, token 9: a media token, but the row has only 1 images");
-    static const ith_grid large[] = {{1, 4, 8}, {2, 4, 4}};
-    memset(&err, 0, sizeof err);
-    assert_fails(ith_mrope_positions(&c, ids, cu, 2, large, 2, got[0], &err), err, ITH_ERR_FORMAT,
-                 "6 media tokens, the image has 8 features");
-    static const ith_grid more[] = {{1, 4, 6}, {2, 4, 4}, {1, 2, 2}};
-    memset(&err, 0, sizeof err);
-    assert_fails(ith_mrope_positions(&c, ids, cu, 2, more, 3, got[0], &err), err, ITH_ERR_FORMAT,
-                 "3 images and videos, but media tokens for 2");
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_packed_documents_are_as_separate_ones),
         cmocka_unit_test(test_what_is_kept_changes_no_bit),
         cmocka_unit_test(test_decoding_goes_on_where_prefill_ended),
-        cmocka_unit_test(test_positions_of_images_and_video),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

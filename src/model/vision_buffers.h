@@ -1,6 +1,6 @@
 /* vision_buffers.h - images and videos of a micro-batch, from host arrays to the device. */
-#ifndef ITH_TRAIN_VISION_BUFFERS_H
-#define ITH_TRAIN_VISION_BUFFERS_H
+#ifndef ITH_MODEL_VISION_BUFFERS_H
+#define ITH_MODEL_VISION_BUFFERS_H
 
 #include "data/batching.h"
 #include "model/vision.h"

@@ -1,6 +1,6 @@
 /* vision_buffers.c - see the header. Invariant: the walk that counts and the one that runs use the
  * same views, cut to the batch. */
-#include "train/vision_buffers.h"
+#include "model/vision_buffers.h"
 
 typedef ith_tensor T;
 

@@ -1,0 +1,26 @@
+/* batch_media.h - images and videos of a micro-batch, read from their files. */
+#ifndef ITH_DATA_BATCH_MEDIA_H
+#define ITH_DATA_BATCH_MEDIA_H
+
+#include "data/batching.h"
+
+typedef struct {
+    const ith_media *media;
+    ith_pool *pool;
+    int32_t *mrope;                 /* [3, max_tokens] */
+    float *pixels;                  /* [max_patches, patch width] */
+    ith_grid *grids;                /* [max_grids] */
+    struct batch_media_task *tasks; /* [max_grids] */
+    ith_batch_limits limits;
+} batch_media;
+
+ith_status batch_media_create(batch_media *m, const ith_media *media, ith_pool *pool,
+                              const ith_batch_limits *limits, ith_error *err);
+void batch_media_destroy(batch_media *m);
+/* Positions, patches and grids of the documents that are in the batch. */
+ith_status batch_media_fill(batch_media *m, const ith_samples *samples, ith_micro_batch *batch,
+                            ith_error *err);
+/* Sum of the k largest of n values, which are sorted. */
+int64_t batch_media_sum_largest(int64_t *values, int64_t n, int64_t k);
+
+#endif

@@ -1,0 +1,33 @@
+/* media_open.c - options of the media reader out of config.json and the configuration. */
+#include "model/media_open.h"
+
+#include <math.h>
+
+static int64_t or_zero(int64_t value)
+{
+    return value == ITH_CONFIG_UNSET ? 0 : value;
+}
+
+ith_status ith_media_open_model(ith_media **out, const char *model_dir, const ith_config *config,
+                                const ith_hf_config *hf, const ith_tokenizer *tokenizer,
+                                ith_error *err)
+{
+    ith_media_options o = {.model_dir = model_dir,
+                           .tokenizer = tokenizer,
+                           .tokens = {.image = (int32_t)hf->image_token_id,
+                                      .video = (int32_t)hf->video_token_id,
+                                      .merge = hf->vision.spatial_merge_size}};
+    *out = NULL;
+    if (hf->vision.hidden_size == 0)
+        return ITH_OK;
+    if (config) {
+        o.media_dir = config->media_dir;
+        o.image_max_pixels = or_zero(config->image_max_pixels);
+        o.image_min_pixels = or_zero(config->image_min_pixels);
+        o.video_max_pixels = or_zero(config->video_max_pixels);
+        o.video_min_pixels = or_zero(config->video_min_pixels);
+        o.video_maxlen = or_zero(config->video_maxlen);
+        o.video_fps = isnan(config->video_fps) ? 0 : config->video_fps;
+    }
+    return ith_media_open(out, &o, err);
+}
