@@ -1,6 +1,6 @@
 /* bench_cuda.c - every CUDA operator at the shapes of a model, as a share of its floor.
  *
- *     bench_cuda [T=16384] [DOC=4096] [only=TEXT]
+ *     bench_cuda [T=16384] [DOC=4096] [only=TEXT] [deterministic=1]
  *
  * The floor is the larger of bytes over 4.3 TB/s and FLOP over 670 TFLOP/s (attention: its own
  * measured rates). Bytes and FLOP come from the header formulas. Times: host clock around many
@@ -455,6 +455,226 @@ static ith_status walk_experts(bench *b)
     return ITH_OK;
 }
 
+/* ---- LLaDA2-mini: documents [noisy; clean] of 2 x DOC rows, blocks of 32 ---- */
+
+static ith_status walk_blocks(bench *b)
+{
+    enum { HQ = 16, HKV = 4, DIM = 128, BLOCK = 32 };
+    static int32_t cu[1025], noisy[1024], position[1 << 20];
+    args a = {0};
+    int64_t docs = ith_max_i64(b->tokens / (2 * b->doc), 1), rows = docs * 2 * b->doc;
+    int64_t q_cols = HQ * DIM, kv_cols = HKV * DIM, all = q_cols + 2 * kv_cols;
+    double pairs = (double)docs * (double)b->doc * (double)(b->doc + BLOCK);
+    double flop = 4.0 * DIM * HQ * pairs;
+    for (int64_t i = 0; i <= docs; i++)
+        cu[i] = (int32_t)(i * 2 * b->doc);
+    for (int64_t i = 0; i < docs; i++)
+        noisy[i] = (int32_t)b->doc;
+    for (int64_t t = 0; t < rows; t++)
+        position[t] = (int32_t)(t % b->doc);
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    ith_tensor qkv, dqkv, o, do_;
+    ITH_TRY(make(b, ITH_BF16, rows, all, &qkv));
+    ITH_TRY(make(b, ITH_BF16, rows, all, &dqkv));
+    ITH_TRY(make(b, ITH_BF16, rows, q_cols, &o));
+    ITH_TRY(make(b, ITH_BF16, rows, q_cols, &do_));
+    ITH_TRY(make(b, ITH_F32, rows, HQ, &a.t[4]));
+    a.seqs = (ith_seqs){.cu_host = cu,
+                        .num_docs = docs,
+                        .max_len = 2 * b->doc,
+                        .block = BLOCK,
+                        .noisy_host = noisy,
+                        .position_host = position};
+    ITH_TRY(make_ints(b, cu, docs + 1, &a.seqs.cu_seqlens));
+    ITH_TRY(make_ints(b, noisy, docs, &a.seqs.noisy));
+    ITH_TRY(make_ints(b, position, rows, &a.seqs.position));
+    a.t[0] = ith_split_heads(ith_col_range(qkv, 0, q_cols), HQ);
+    a.t[1] = ith_split_heads(ith_col_range(qkv, q_cols, q_cols + kv_cols), HKV);
+    a.t[2] = ith_split_heads(ith_col_range(qkv, q_cols + kv_cols, all), HKV);
+    a.t[3] = ith_split_heads(o, HQ);
+    a.t[5] = ith_split_heads(do_, HQ);
+    a.t[6] = ith_split_heads(ith_col_range(dqkv, 0, q_cols), HQ);
+    a.t[7] = ith_split_heads(ith_col_range(dqkv, q_cols, q_cols + kv_cols), HKV);
+    a.t[8] = ith_split_heads(ith_col_range(dqkv, q_cols + kv_cols, all), HKV);
+    ITH_TRY(timed(b, "block diffusion fwd", attn_fwd, &a, 0, flop, 582e12));
+    ITH_TRY(timed(b, "block diffusion bwd", attn_bwd, &a, 0, 2.5 * flop, 437e12));
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+static ith_status group_route(bench *b, const args *a)
+{
+    return ith_group_router_forward(b->ctx, a->t[0], a->t[1], a->t[2], a->t[3], a->t[4], 8, 4,
+                                    2.5F);
+}
+
+static ith_status group_route_bwd(bench *b, const args *a)
+{
+    return ith_group_router_backward(b->ctx, a->t[5], a->t[0], a->t[1], a->t[2], 2.5F);
+}
+
+static ith_status walk_group_router(bench *b)
+{
+    enum { EXPERTS = 256, SLOTS = 8 };
+    args a = {0};
+    double token = (double)b->tokens;
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    ITH_TRY(make(b, ITH_F32, b->tokens, SLOTS, &a.t[0]));
+    ITH_TRY(make(b, ITH_F32, b->tokens, SLOTS, &a.t[1]));
+    a.t[1].dtype = ITH_I32;
+    ITH_TRY(make(b, ITH_F32, b->tokens, EXPERTS, &a.t[2]));
+    ITH_TRY(make(b, ITH_F32, b->tokens, EXPERTS, &a.t[3]));
+    ITH_TRY(make(b, ITH_F32, 1, EXPERTS, &a.t[4]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, EXPERTS, &a.t[5]));
+    a.t[4] = row(a.t[4]);
+    ITH_TRY(
+        timed(b, "group router forward", group_route, &a, token * (EXPERTS * 8 + SLOTS * 8), 0, 1));
+    ITH_TRY(timed(b, "group router backward", group_route_bwd, &a,
+                  token * (EXPERTS * 6 + SLOTS * 8), 0, 1));
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+/* ---- gates and vision tower of Qwen3.5: heads of 256, tower 1152 wide with heads of 72 ---- */
+
+static ith_status gate_fwd(bench *b, const args *a)
+{
+    return ith_sigmoid_gate_forward(b->ctx, a->t[0], a->t[0], a->t[1]);
+}
+
+static ith_status gate_bwd(bench *b, const args *a)
+{
+    return ith_sigmoid_gate_backward(b->ctx, a->t[2], a->t[3], a->t[2], a->t[0], a->t[1]);
+}
+
+static ith_status row_fwd(bench *b, const args *a)
+{
+    return ith_row_gate_forward(b->ctx, a->t[4], a->t[4], a->t[5], a->t[6]);
+}
+
+static ith_status row_bwd(bench *b, const args *a)
+{
+    return ith_row_gate_backward(b->ctx, a->t[5], a->t[7], a->t[4], a->t[5], a->t[6]);
+}
+
+/* The second half of each head: query and gate lie head by head. */
+static ith_tensor gates_of(ith_tensor rows, int64_t heads)
+{
+    ith_tensor t = ith_split_heads(rows, heads);
+    t.shape[2] /= 2;
+    t.data = (char *)t.data + t.shape[2] * ith_dtype_bytes(t.dtype);
+    return t;
+}
+
+static ith_status walk_gates(bench *b)
+{
+    enum { HEADS = 16, DIM = 256, HIDDEN = 2048 };
+    args a = {0};
+    ith_tensor qg, dqg;
+    double bytes = (double)b->tokens * HEADS * DIM * 2, rows = (double)b->tokens * HIDDEN * 2;
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    ITH_TRY(make(b, ITH_BF16, b->tokens, HEADS * DIM, &a.t[0]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, 2 * HEADS * DIM, &qg));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, HEADS * DIM, &a.t[2]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, 2 * HEADS * DIM, &dqg));
+    a.t[0] = ith_split_heads(a.t[0], HEADS);
+    a.t[1] = gates_of(qg, HEADS);
+    a.t[2] = ith_split_heads(a.t[2], HEADS);
+    a.t[3] = gates_of(dqg, HEADS);
+    ITH_TRY(make(b, ITH_BF16, b->tokens, HIDDEN, &a.t[4]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, HIDDEN, &a.t[5]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, 1, &a.t[6]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, 1, &a.t[7]));
+    ITH_TRY(timed(b, "sigmoid gate forward", gate_fwd, &a, 3 * bytes, 0, 1));
+    ITH_TRY(timed(b, "sigmoid gate backward", gate_bwd, &a, 5 * bytes, 0, 1));
+    ITH_TRY(timed(b, "row gate forward", row_fwd, &a, 3 * rows, 0, 1));
+    ITH_TRY(timed(b, "row gate backward", row_bwd, &a, 3 * rows, 0, 1));
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
+static ith_status ln_fwd(bench *b, const args *a)
+{
+    return ith_layernorm_forward(b->ctx, a->t[0], a->t[2], a->t[3], a->t[1], a->t[4], a->t[5],
+                                 1e-6F);
+}
+
+static ith_status ln_bwd(bench *b, const args *a)
+{
+    return ith_layernorm_backward(b->ctx, a->t[8], a->t[6], a->t[7], a->t[0], a->t[8], a->t[1],
+                                  a->t[2], a->t[3], a->t[4]);
+}
+
+static ith_status bias_fwd(bench *b, const args *a)
+{
+    return ith_bias_add(b->ctx, a->t[0], a->t[4]);
+}
+
+static ith_status bias_bwd(bench *b, const args *a)
+{
+    return ith_bias_backward(b->ctx, a->t[6], a->t[0]);
+}
+
+static ith_status gelu_fwd(bench *b, const args *a)
+{
+    return ith_gelu_forward(b->ctx, a->t[10], a->t[9], true);
+}
+
+static ith_status gelu_bwd(bench *b, const args *a)
+{
+    return ith_gelu_backward(b->ctx, a->t[10], a->t[10], a->t[9], true);
+}
+
+static ith_status seg_fwd(bench *b, const args *a)
+{
+    return ith_attention_forward(b->ctx, a->t[3], a->t[4], a->t[0], a->t[1], a->t[2], a->seqs,
+                                 0.118F, false);
+}
+
+static ith_status seg_bwd(bench *b, const args *a)
+{
+    return ith_attention_backward(b->ctx, a->t[6], a->t[7], a->t[8], a->t[5], a->t[0], a->t[1],
+                                  a->t[2], a->t[3], a->t[4], a->seqs, 0.118F, false);
+}
+
+static ith_status walk_tower(bench *b)
+{
+    enum { WIDTH = 1152, INNER = 4304, HEADS = 16, SEGMENT = 1024 };
+    static int32_t cu[1025];
+    args a = {0}, s = {0};
+    double bytes = (double)b->tokens * WIDTH * 2, wide = (double)b->tokens * INNER * 2;
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    for (int i = 0; i < 9; i++) {
+        bool rows = i < 2 || i == 8, stats = i == 2 || i == 3, f32 = stats || i == 6 || i == 7;
+        ITH_TRY(make(b, f32 ? ITH_F32 : ITH_BF16, rows || stats ? b->tokens : 1, stats ? 1 : WIDTH,
+                     &a.t[i]));
+        if (!rows)
+            a.t[i] = row(a.t[i]);
+    }
+    ITH_TRY(make(b, ITH_BF16, b->tokens, INNER, &a.t[9]));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, INNER, &a.t[10]));
+    ITH_TRY(timed(b, "layernorm forward", ln_fwd, &a, 2 * bytes, 0, 1));
+    ITH_TRY(timed(b, "layernorm backward+add", ln_bwd, &a, 4 * bytes, 0, 1));
+    ITH_TRY(timed(b, "bias add", bias_fwd, &a, 2 * bytes, 0, 1));
+    ITH_TRY(timed(b, "bias backward", bias_bwd, &a, bytes, 0, 1));
+    ITH_TRY(timed(b, "gelu forward", gelu_fwd, &a, 2 * wide, 0, 1));
+    ITH_TRY(timed(b, "gelu backward", gelu_bwd, &a, 3 * wide, 0, 1));
+    int64_t segments = ith_max_i64(b->tokens / SEGMENT, 1);
+    for (int64_t i = 0; i <= segments; i++)
+        cu[i] = (int32_t)(i * b->tokens / segments);
+    for (int i = 0; i < 9; i++) {
+        ITH_TRY(make(b, i == 4 ? ITH_F32 : ITH_BF16, b->tokens, i == 4 ? HEADS : WIDTH, &s.t[i]));
+        s.t[i] = i == 4 ? s.t[i] : ith_split_heads(s.t[i], HEADS);
+    }
+    s.seqs = (ith_seqs){.cu_host = cu, .num_docs = segments, .max_len = SEGMENT};
+    ITH_TRY(make_ints(b, cu, segments + 1, &s.seqs.cu_seqlens));
+    double flop = 4.0 * (double)b->tokens * SEGMENT * WIDTH;
+    ITH_TRY(timed(b, "segments of 1024 fwd", seg_fwd, &s, 0, flop, 582e12));
+    ITH_TRY(timed(b, "segments of 1024 bwd", seg_bwd, &s, 0, 2.5 * flop, 437e12));
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
 static ith_status walk(bench *b)
 {
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
@@ -471,7 +691,11 @@ static ith_status walk(bench *b)
         ITH_TRY(walk_head(b));
     }
     ITH_TRY(walk_adamw(b));
-    return walk_experts(b);
+    ITH_TRY(walk_experts(b));
+    ITH_TRY(walk_blocks(b));
+    ITH_TRY(walk_group_router(b));
+    ITH_TRY(walk_gates(b));
+    return walk_tower(b);
 }
 
 static ith_status run(bench *b)
@@ -497,6 +721,8 @@ int main(int argc, char **argv)
             b.doc = strtoll(argv[i] + 4, NULL, 10);
         else if (strncmp(argv[i], "only=", 5) == 0)
             b.only = argv[i] + 5;
+        else if (strcmp(argv[i], "deterministic=1") == 0)
+            ctx.deterministic = true;
     }
     uint16_t *noise = malloc(NOISE_BYTES);
     for (int64_t i = 0; noise && i < NOISE_BYTES / 2; i++) {

@@ -115,6 +115,16 @@ ith_status ith_attention_plain_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor 
                                         ith_tensor o, ith_tensor lse, ith_seqs seqs, float scale,
                                         bool causal, float *delta);
 
+/* The same on tensor cores, for tensors that all fit; deterministic. */
+bool ith_attention_tiles_fit(ith_tensor t);
+ith_status ith_attention_tiles_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                                       ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
+                                       bool causal);
+ith_status ith_attention_tiles_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
+                                        ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
+                                        ith_tensor o, ith_tensor lse, ith_seqs seqs, float scale,
+                                        bool causal, float *delta);
+
 /* Stable sort of n keys in [0, num_buckets), num_buckets <= 1024: rank[i] is the place of element i
  * when `rank` is given; out_key/out_value (either may be NULL) receive key and value (value NULL:
  * i) in order. The key of element i is (keys[i] >> shift) & mask. bucket_begin: [num_buckets + 1]
@@ -148,9 +158,12 @@ void ith_cuda_fill_rope(struct ith_backend *b);   /* qk_norm_rope */
 void ith_cuda_fill_linear(struct ith_backend *b); /* linear */
 void ith_cuda_fill_attention(struct ith_backend *b); /* attention, decode */
 void ith_cuda_fill_swiglu(struct ith_backend *b);
-void ith_cuda_fill_loss(struct ith_backend *b);      /* cross entropy, dot */
-void ith_cuda_fill_experts(struct ith_backend *b);   /* router, sort, combine */
+void ith_cuda_fill_loss(struct ith_backend *b);    /* cross entropy, dot */
+void ith_cuda_fill_experts(struct ith_backend *b); /* router, sort, combine */
+void ith_cuda_fill_group_router(struct ith_backend *b);
 void ith_cuda_fill_grouped(struct ith_backend *b);   /* grouped linear */
+void ith_cuda_fill_gates(struct ith_backend *b);     /* of attention output and shared expert */
+void ith_cuda_fill_vision(struct ith_backend *b);    /* layernorm, bias, gelu */
 void ith_cuda_fill_optimizer(struct ith_backend *b); /* sumsq, clip, adamw */
 
 #ifdef __cplusplus

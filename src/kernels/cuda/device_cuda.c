@@ -316,7 +316,10 @@ static const ith_backend *backend_table(void)
         ith_cuda_fill_swiglu(&table);
         ith_cuda_fill_loss(&table);
         ith_cuda_fill_experts(&table);
+        ith_cuda_fill_group_router(&table);
         ith_cuda_fill_grouped(&table);
+        ith_cuda_fill_gates(&table);
+        ith_cuda_fill_vision(&table);
         ith_cuda_fill_optimizer(&table);
         table.name = "cuda";
     }
