@@ -187,23 +187,13 @@ static bool attention_args_fit(ith_tensor q, ith_tensor k, ith_tensor v, ith_ten
              seqs.position.dtype == ITH_I32 && is(seqs.position, 1, q.shape[0], 0, 0)));
 }
 
-/* A backend without block masks would compute something else. */
-#define NEED_MASK(seqs, causal)                                                                    \
-    do {                                                                                           \
-        ITH_ASSERT((causal) || !ith_seqs_have_blocks(seqs));                                       \
-        if (ith_seqs_have_blocks(seqs) && !ctx->backend->block_masks)                              \
-            return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED,                                         \
-                            "block-diffusion attention is not built for backend %s (use the cpu)", \
-                            ctx->backend->name);                                                   \
-    } while (0)
-
 ith_status ith_attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
                                  ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
                                  bool causal)
 {
     ITH_ASSERT(attention_args_fit(q, k, v, lse, seqs));
     ITH_ASSERT(o.dtype == q.dtype && is(o, 3, q.shape[0], q.shape[1], q.shape[2]));
-    NEED_MASK(seqs, causal);
+    ITH_ASSERT(causal || !ith_seqs_have_blocks(seqs));
     RUN(attention_forward, o, lse, q, k, v, seqs, scale, causal);
 }
 
@@ -218,7 +208,7 @@ ith_status ith_attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, it
     ITH_ASSERT(is(dv, 3, k.shape[0], k.shape[1], k.shape[2]) &&
                is(o, 3, q.shape[0], q.shape[1], q.shape[2]));
     ITH_ASSERT(is(do_, 3, q.shape[0], q.shape[1], q.shape[2]));
-    NEED_MASK(seqs, causal);
+    ITH_ASSERT(causal || !ith_seqs_have_blocks(seqs));
     RUN(attention_backward, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale, causal);
 }
 

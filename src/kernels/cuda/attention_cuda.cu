@@ -1,8 +1,9 @@
 /* attention_cuda.cu - attention over packed documents: which way it is computed, and the memory.
  *
  * bf16 goes to cuDNN: documents of one length as a batch (faster), others packed, with offsets made
- * on the device from cu_seqlens. Everything else, and backward when re-runs must be bit-equal
- * (cuDNN adds dq up with atomics), goes to the plain kernels.
+ * on the device from cu_seqlens. Block masks, head sizes that cuDNN refuses, and backward when
+ * re-runs must be bit-equal (cuDNN adds dq up with atomics) go to our tiles on tensor cores, and
+ * what those do not take (f32, heads above 128) to the plain kernels.
  * Invariants: 1. lse is [T,Hq] on every way, so forward and backward may take different ones.
  * 2. Workspace is an upper bound over all ways, for the plan is made before documents are known;
  * more documents than PLANNED_DOCS and than the plan's batch had are an error of the plan. */
@@ -14,7 +15,7 @@ enum { PLANNED_DOCS = 1024, LIBRARY_SLACK_BYTES = 16 << 20 };
 ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
                                      ith_tensor v_cache, ith_tensor lengths, float scale);
 
-typedef enum { WAY_PLAIN, WAY_BATCH, WAY_PACKED } way;
+typedef enum { WAY_PLAIN, WAY_TILES, WAY_BATCH, WAY_PACKED } way;
 
 /* Sizes in steps of a quarter of a power of two: few plans for many shapes, at most 25% more. */
 static int64_t bucket(int64_t n)
@@ -44,11 +45,31 @@ static int64_t common_length(ith_seqs seqs)
     return len % 128 == 0 || seqs.num_docs == 1 ? len : 0;
 }
 
-static way way_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o, ith_seqs seqs)
+static bool all_fit(bool (*fits)(ith_tensor), const ith_tensor *t, int count)
 {
-    if (!fits_cudnn(q) || !fits_cudnn(k) || !fits_cudnn(v) || !fits_cudnn(o))
-        return WAY_PLAIN;
-    return common_length(seqs) > 0 ? WAY_BATCH : WAY_PACKED;
+    for (int i = 0; i < count; i++)
+        if (!fits(t[i]))
+            return false;
+    return true;
+}
+
+/* t: every tensor of the call. */
+static way way_of(const ith_tensor *t, int count, ith_seqs seqs, bool same_bits)
+{
+    if (!ith_seqs_have_blocks(seqs) && !same_bits && all_fit(fits_cudnn, t, count))
+        return common_length(seqs) > 0 ? WAY_BATCH : WAY_PACKED;
+    return all_fit(ith_attention_tiles_fit, t, count) ? WAY_TILES : WAY_PLAIN;
+}
+
+static way forward_way(ith_tensor o, ith_tensor q, ith_tensor k, ith_tensor v, ith_seqs seqs)
+{
+    ith_tensor all[] = {o, q, k, v};
+    return way_of(all, 4, seqs, false);
+}
+
+static bool is_library(way how)
+{
+    return how == WAY_BATCH || how == WAY_PACKED;
 }
 
 static ith_sdpa_place place_of(ith_tensor t)
@@ -144,7 +165,7 @@ static int64_t attention_forward_workspace(ith_ctx *ctx, ith_tensor o, ith_tenso
                                            bool causal)
 {
     (void)ctx, (void)lse, (void)scale, (void)causal;
-    if (q.shape[0] == 0 || way_of(q, k, v, o, seqs) == WAY_PLAIN)
+    if (q.shape[0] == 0 || !is_library(forward_way(o, q, k, v, seqs)))
         return 0;
     return offsets_bytes(most_docs(seqs)) + LIBRARY_SLACK_BYTES;
 }
@@ -155,9 +176,11 @@ static ith_status attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, 
 {
     if (ith_numel(q) == 0)
         return ITH_OK;
-    way how = way_of(q, k, v, o, seqs);
+    way how = forward_way(o, q, k, v, seqs);
     if (how == WAY_PLAIN)
         return ith_attention_plain_forward(ctx, o, lse, q, k, v, seqs, scale, causal);
+    if (how == WAY_TILES)
+        return ith_attention_tiles_forward(ctx, o, lse, q, k, v, seqs, scale, causal);
     ith_sdpa_key key = key_of(q, k, v, o, seqs, causal, how);
     const ith_sdpa_plan *plan = NULL;
     ITH_TRY(ith_sdpa_plan_of(ctx, &key, &plan));
@@ -174,12 +197,11 @@ static ith_status attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, 
 
 /* ---- backward ---- */
 
-static bool backward_is_plain(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
-                              ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
-                              ith_tensor o, ith_seqs seqs)
+static way backward_way(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv, ith_tensor do_,
+                        ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o, ith_seqs seqs)
 {
-    return ctx->deterministic || way_of(q, k, v, o, seqs) == WAY_PLAIN || !fits_cudnn(do_) ||
-           !fits_cudnn(dq) || !fits_cudnn(dk) || !fits_cudnn(dv);
+    ith_tensor all[] = {dq, dk, dv, do_, q, k, v, o};
+    return way_of(all, 8, seqs, ctx->deterministic);
 }
 
 /* The packed backward engine takes one set of offsets for a tensor, its gradient and its gradient
@@ -197,7 +219,7 @@ static int64_t attention_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_ten
 {
     (void)scale, (void)causal;
     int64_t delta = ith_round_up(ith_mul_bytes(ith_numel(lse), 4), 256);
-    if (q.shape[0] == 0 || backward_is_plain(ctx, dq, dk, dv, do_, q, k, v, o, seqs))
+    if (q.shape[0] == 0 || !is_library(backward_way(ctx, dq, dk, dv, do_, q, k, v, o, seqs)))
         return delta;
     int64_t heads =
         ith_round_up(ith_mul_bytes((q.shape[0] + 128) * q.shape[1] * q.shape[2], 2), 256);
@@ -238,10 +260,13 @@ static ith_status attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
         return ITH_OK;
     ith_carve scratch = ith_carve_begin(ctx);
     void *delta = ith_carve_take(&scratch, ith_numel(lse) * 4);
-    if (backward_is_plain(ctx, dq, dk, dv, do_, q, k, v, o, seqs))
+    way how = backward_way(ctx, dq, dk, dv, do_, q, k, v, o, seqs);
+    if (how == WAY_PLAIN)
         return ith_attention_plain_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
                                             causal, (float *)delta);
-    way how = way_of(q, k, v, o, seqs);
+    if (how == WAY_TILES)
+        return ith_attention_tiles_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
+                                            causal, (float *)delta);
     bool packed = how == WAY_PACKED;
     if (packed) {
         make_dense(ctx, &scratch, &q);

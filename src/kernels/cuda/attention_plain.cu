@@ -2,11 +2,11 @@
  * that cuDNN does not take. Any head size up to 512, any row stride; memory O(T).
  *
  * A block owns ROWS rows of one head and walks tiles of COLS rows of the other side; 16 lanes share
- * a row. Rows of one tile may belong to several documents: every row carries its own range, and the
- * walk covers their union. Backward makes the weights again from lse, once for dk and dv (a block
- * owns keys and sums over the query heads of its kv head) and once for dq: no atomics, so the bits
- * never vary. lse and delta are [T,Hq]. */
-#include "kernels/cuda/common.cuh"
+ * a row. Rows of one tile may belong to several documents: every row carries its own stretches,
+ * and the walk covers their unions. Backward makes the weights again from lse, once for dk and dv
+ * (a block owns keys and sums over the query heads of its kv head) and once for dq: no atomics, so
+ * the bits never vary. lse and delta are [T,Hq]. */
+#include "kernels/cuda/attention_mask.cuh"
 
 enum { ROWS = 16, LANES = 16, COLS = 32, THREADS = ROWS * LANES, MAX_DIM = 512 };
 
@@ -14,57 +14,34 @@ struct attn_args {
     int64_t tokens, q_heads, kv_heads, dim;
     int64_t q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, do_row, do_head;
     int64_t dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;
-    int64_t num_docs;
+    attn_mask mask;
     float scale;
-    bool causal;
 };
 
 struct range {
     int32_t begin, end;
 };
 
-/* Document of token t: the last one that begins at or before it (empty ones lie before it). */
-__device__ __forceinline__ range document_of(const int32_t *cu, int64_t num_docs, int64_t t)
+/* The union of the rows' stretches of one part; own[] is filled. All threads. */
+__device__ __forceinline__ range union_of(const stretches *own, int part)
 {
-    int64_t lo = 0, hi = num_docs; /* cu[lo] <= t < cu[hi] */
-    while (hi - lo > 1) {
-        int64_t mid = (lo + hi) / 2;
-        if (cu[mid] <= t)
-            lo = mid;
-        else
-            hi = mid;
-    }
-    return {cu[lo], cu[lo + 1]};
-}
-
-/* Keys that query t sees, or (of_key) queries that see key t; empty past the end. */
-__device__ __forceinline__ range range_of(const attn_args &a, const int32_t *cu, int64_t t,
-                                          bool of_key)
-{
-    if (t >= a.tokens)
-        return {0, 0};
-    range r = document_of(cu, a.num_docs, t);
-    if (a.causal && of_key)
-        r.begin = (int32_t)t;
-    else if (a.causal)
-        r.end = (int32_t)t + 1;
-    return r;
-}
-
-/* The union of the rows' ranges; ranges[] is filled. All threads. */
-__device__ __forceinline__ range all_ranges(const attn_args &a, const int32_t *cu, int64_t row0,
-                                            bool of_key, range *ranges)
-{
-    if (threadIdx.x < ROWS)
-        ranges[threadIdx.x] = range_of(a, cu, row0 + threadIdx.x, of_key);
-    __syncthreads();
-    range all = ranges[0];
-    for (int i = 1; i < ROWS; i++)
-        if (ranges[i].end > ranges[i].begin) {
-            all.begin = min(all.begin, ranges[i].begin);
-            all.end = max(all.end, ranges[i].end);
+    range all = {0, 0};
+    for (int i = 0; i < ROWS; i++)
+        if (own[i].hi[part] > own[i].lo[part]) {
+            bool first = all.end <= all.begin;
+            all.begin = first ? own[i].lo[part] : min(all.begin, own[i].lo[part]);
+            all.end = max(all.end, own[i].hi[part]);
         }
     return all;
+}
+
+/* Fills own[]: the stretches of the block's rows. All threads. */
+__device__ __forceinline__ void find_stretches(stretches *own, const attn_mask &mask, int64_t row0,
+                                               bool of_key)
+{
+    if (threadIdx.x < ROWS)
+        own[threadIdx.x] = stretches_of(mask, row0 + threadIdx.x, of_key);
+    __syncthreads();
 }
 
 /* to[row][d] = from[row0 + row, head, d] in f32, zero past the end; rows of `pitch` floats. */
@@ -120,48 +97,52 @@ __device__ __forceinline__ void store_row(T *to, const float (&acc)[ITEMS], floa
 template <typename T, int ITEMS>
 __global__ void __launch_bounds__(THREADS)
     plain_forward(attn_args a, T *__restrict__ o, float *__restrict__ lse, const T *__restrict__ q,
-                  const T *__restrict__ k, const T *__restrict__ v, const int32_t *__restrict__ cu)
+                  const T *__restrict__ k, const T *__restrict__ v)
 {
     extern __shared__ float shared[];
-    __shared__ range ranges[ROWS];
+    __shared__ stretches all_rows[ROWS];
     __shared__ float weight[ROWS][COLS];
     int dim = (int)a.dim, pitch = dim + 1, r = (int)threadIdx.x / LANES;
     int lane = (int)threadIdx.x % LANES;
     float *qs = shared, *ks = qs + ROWS * pitch, *vs = ks + COLS * pitch;
     int64_t row0 = (int64_t)blockIdx.x * ROWS, row = row0 + r, h = blockIdx.y;
     int64_t kv = h / (a.q_heads / a.kv_heads);
-    range all = all_ranges(a, cu, row0, false, ranges), own = ranges[r];
+    find_stretches(all_rows, a.mask, row0, false);
+    const stretches own = all_rows[r];
     load_rows<T>(qs, pitch, q + h * a.q_head, row0, a.tokens, ROWS, a.q_row, dim);
     float acc[ITEMS] = {}, max = -INFINITY, sum = 0;
-    for (int32_t c0 = all.begin; c0 < all.end; c0 += COLS) {
-        __syncthreads();
-        load_rows<T>(ks, pitch, k + kv * a.k_head, c0, all.end, COLS, a.k_row, dim);
-        load_rows<T>(vs, pitch, v + kv * a.v_head, c0, all.end, COLS, a.v_row, dim);
-        __syncthreads();
-        float s[2], top = max;
+    for (int part = 0; part < 2; part++) {
+        range all = union_of(all_rows, part);
+        for (int32_t c0 = all.begin; c0 < all.end; c0 += COLS) {
+            __syncthreads();
+            load_rows<T>(ks, pitch, k + kv * a.k_head, c0, all.end, COLS, a.k_row, dim);
+            load_rows<T>(vs, pitch, v + kv * a.v_head, c0, all.end, COLS, a.v_row, dim);
+            __syncthreads();
+            float s[2], top = max;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int32_t c = c0 + lane + i * LANES;
-            bool seen = c >= own.begin && c < own.end;
-            s[i] = seen ? a.scale * dot_of(qs + r * pitch, ks + (lane + i * LANES) * pitch, dim)
-                        : -INFINITY;
-            top = fmaxf(top, s[i]);
+            for (int i = 0; i < 2; i++) {
+                int32_t c = c0 + lane + i * LANES;
+                bool seen = c >= own.lo[part] && c < own.hi[part];
+                s[i] = seen ? a.scale * dot_of(qs + r * pitch, ks + (lane + i * LANES) * pitch, dim)
+                            : -INFINITY;
+                top = fmaxf(top, s[i]);
+            }
+            top = lanes_max(top);
+            float back = top == -INFINITY ? 1.0f : expf(max - top), added = 0;
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float p = s[i] == -INFINITY ? 0.0f : expf(s[i] - top);
+                weight[r][lane + i * LANES] = p;
+                added += p;
+            }
+            sum = sum * back + group_sum(added, LANES);
+            max = top;
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++)
+                acc[i] *= back;
+            add_weighted<ITEMS>(acc, weight[r], vs, pitch, lane, dim);
         }
-        top = lanes_max(top);
-        float back = top == -INFINITY ? 1.0f : expf(max - top), part = 0;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float p = s[i] == -INFINITY ? 0.0f : expf(s[i] - top);
-            weight[r][lane + i * LANES] = p;
-            part += p;
-        }
-        sum = sum * back + group_sum(part, LANES);
-        max = top;
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++)
-            acc[i] *= back;
-        add_weighted<ITEMS>(acc, weight[r], vs, pitch, lane, dim);
     }
     if (row >= a.tokens)
         return;
@@ -193,40 +174,44 @@ template <typename T, int ITEMS>
 __global__ void __launch_bounds__(THREADS)
     plain_dq(attn_args a, T *__restrict__ dq, const T *__restrict__ do_, const T *__restrict__ q,
              const T *__restrict__ k, const T *__restrict__ v, const float *__restrict__ lse,
-             const float *__restrict__ delta, const int32_t *__restrict__ cu)
+             const float *__restrict__ delta)
 {
     extern __shared__ float shared[];
-    __shared__ range ranges[ROWS];
+    __shared__ stretches all_rows[ROWS];
     __shared__ float weight[ROWS][COLS];
     int dim = (int)a.dim, pitch = dim + 1, r = (int)threadIdx.x / LANES;
     int lane = (int)threadIdx.x % LANES;
     float *qs = shared, *gs = qs + ROWS * pitch, *ks = gs + ROWS * pitch, *vs = ks + COLS * pitch;
     int64_t row0 = (int64_t)blockIdx.x * ROWS, row = row0 + r, h = blockIdx.y;
     int64_t kv = h / (a.q_heads / a.kv_heads);
-    range all = all_ranges(a, cu, row0, false, ranges), own = ranges[r];
+    find_stretches(all_rows, a.mask, row0, false);
+    const stretches own = all_rows[r];
     load_rows<T>(qs, pitch, q + h * a.q_head, row0, a.tokens, ROWS, a.q_row, dim);
     load_rows<T>(gs, pitch, do_ + h * a.do_head, row0, a.tokens, ROWS, a.do_row, dim);
     bool live = row < a.tokens;
     float own_lse = live ? lse[row * a.q_heads + h] : 0.0f;
     float own_delta = live ? delta[row * a.q_heads + h] : 0.0f, acc[ITEMS] = {};
-    for (int32_t c0 = all.begin; c0 < all.end; c0 += COLS) {
-        __syncthreads();
-        load_rows<T>(ks, pitch, k + kv * a.k_head, c0, all.end, COLS, a.k_row, dim);
-        load_rows<T>(vs, pitch, v + kv * a.v_head, c0, all.end, COLS, a.v_row, dim);
-        __syncthreads();
+    for (int part = 0; part < 2; part++) {
+        range all = union_of(all_rows, part);
+        for (int32_t c0 = all.begin; c0 < all.end; c0 += COLS) {
+            __syncthreads();
+            load_rows<T>(ks, pitch, k + kv * a.k_head, c0, all.end, COLS, a.k_row, dim);
+            load_rows<T>(vs, pitch, v + kv * a.v_head, c0, all.end, COLS, a.v_row, dim);
+            __syncthreads();
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            int at = lane + i * LANES;
-            float ds = 0;
-            if (c0 + at >= own.begin && c0 + at < own.end) {
-                float s = dot_of(qs + r * pitch, ks + at * pitch, dim);
-                float dp = dot_of(gs + r * pitch, vs + at * pitch, dim);
-                ds = expf(a.scale * s - own_lse) * (dp - own_delta) * a.scale;
+            for (int i = 0; i < 2; i++) {
+                int at = lane + i * LANES;
+                float ds = 0;
+                if (c0 + at >= own.lo[part] && c0 + at < own.hi[part]) {
+                    float s = dot_of(qs + r * pitch, ks + at * pitch, dim);
+                    float dp = dot_of(gs + r * pitch, vs + at * pitch, dim);
+                    ds = expf(a.scale * s - own_lse) * (dp - own_delta) * a.scale;
+                }
+                weight[r][at] = ds;
             }
-            weight[r][at] = ds;
+            __syncwarp();
+            add_weighted<ITEMS>(acc, weight[r], ks, pitch, lane, dim);
         }
-        __syncwarp();
-        add_weighted<ITEMS>(acc, weight[r], ks, pitch, lane, dim);
     }
     if (live)
         store_row<T, ITEMS>(dq + row * a.dq_row + h * a.dq_head, acc, 1.0f, lane, dim);
@@ -236,44 +221,47 @@ template <typename T, int ITEMS>
 __global__ void __launch_bounds__(THREADS)
     plain_dkv(attn_args a, T *__restrict__ dk, T *__restrict__ dv, const T *__restrict__ do_,
               const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
-              const float *__restrict__ lse, const float *__restrict__ delta,
-              const int32_t *__restrict__ cu)
+              const float *__restrict__ lse, const float *__restrict__ delta)
 {
     extern __shared__ float shared[];
-    __shared__ range ranges[ROWS];
+    __shared__ stretches all_rows[ROWS];
     __shared__ float weight_k[ROWS][COLS], weight_v[ROWS][COLS];
     int dim = (int)a.dim, pitch = dim + 1, r = (int)threadIdx.x / LANES;
     int lane = (int)threadIdx.x % LANES;
     float *ks = shared, *vs = ks + ROWS * pitch, *qs = vs + ROWS * pitch, *gs = qs + COLS * pitch;
     int64_t row0 = (int64_t)blockIdx.x * ROWS, row = row0 + r, kv = blockIdx.y;
     int64_t group = a.q_heads / a.kv_heads;
-    range all = all_ranges(a, cu, row0, true, ranges), own = ranges[r];
+    find_stretches(all_rows, a.mask, row0, true);
+    const stretches own = all_rows[r];
     load_rows<T>(ks, pitch, k + kv * a.k_head, row0, a.tokens, ROWS, a.k_row, dim);
     load_rows<T>(vs, pitch, v + kv * a.v_head, row0, a.tokens, ROWS, a.v_row, dim);
     float acc_k[ITEMS] = {}, acc_v[ITEMS] = {};
     for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
-        for (int32_t c0 = all.begin; c0 < all.end; c0 += COLS) {
-            __syncthreads();
-            load_rows<T>(qs, pitch, q + h * a.q_head, c0, all.end, COLS, a.q_row, dim);
-            load_rows<T>(gs, pitch, do_ + h * a.do_head, c0, all.end, COLS, a.do_row, dim);
-            __syncthreads();
+        for (int part = 0; part < 2; part++) {
+            range all = union_of(all_rows, part);
+            for (int32_t c0 = all.begin; c0 < all.end; c0 += COLS) {
+                __syncthreads();
+                load_rows<T>(qs, pitch, q + h * a.q_head, c0, all.end, COLS, a.q_row, dim);
+                load_rows<T>(gs, pitch, do_ + h * a.do_head, c0, all.end, COLS, a.do_row, dim);
+                __syncthreads();
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                int at = lane + i * LANES;
-                int64_t t = c0 + at;
-                float p = 0, ds = 0;
-                if (t >= own.begin && t < own.end) {
-                    float s = dot_of(qs + at * pitch, ks + r * pitch, dim);
-                    float dp = dot_of(gs + at * pitch, vs + r * pitch, dim);
-                    p = expf(a.scale * s - lse[t * a.q_heads + h]);
-                    ds = p * (dp - delta[t * a.q_heads + h]) * a.scale;
+                for (int i = 0; i < 2; i++) {
+                    int at = lane + i * LANES;
+                    int64_t t = c0 + at;
+                    float p = 0, ds = 0;
+                    if (t >= own.lo[part] && t < own.hi[part]) {
+                        float s = dot_of(qs + at * pitch, ks + r * pitch, dim);
+                        float dp = dot_of(gs + at * pitch, vs + r * pitch, dim);
+                        p = expf(a.scale * s - lse[t * a.q_heads + h]);
+                        ds = p * (dp - delta[t * a.q_heads + h]) * a.scale;
+                    }
+                    weight_v[r][at] = p;
+                    weight_k[r][at] = ds;
                 }
-                weight_v[r][at] = p;
-                weight_k[r][at] = ds;
+                __syncwarp();
+                add_weighted<ITEMS>(acc_k, weight_k[r], qs, pitch, lane, dim);
+                add_weighted<ITEMS>(acc_v, weight_v[r], gs, pitch, lane, dim);
             }
-            __syncwarp();
-            add_weighted<ITEMS>(acc_k, weight_k[r], qs, pitch, lane, dim);
-            add_weighted<ITEMS>(acc_v, weight_v[r], gs, pitch, lane, dim);
         }
     }
     if (row >= a.tokens)
@@ -298,9 +286,8 @@ static attn_args args_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o,
     a.v_head = v.stride[1];
     a.o_row = o.stride[0];
     a.o_head = o.stride[1];
-    a.num_docs = seqs.num_docs;
+    a.mask = mask_of(seqs, q.shape[0], causal);
     a.scale = scale;
-    a.causal = causal;
     return a;
 }
 
@@ -326,30 +313,26 @@ static ith_status check_dim(ith_ctx *ctx, ith_tensor q)
 
 template <typename T, int ITEMS>
 static ith_status forward_of(ith_ctx *ctx, const attn_args &a, ith_tensor o, ith_tensor lse,
-                             ith_tensor q, ith_tensor k, ith_tensor v, ith_seqs seqs)
+                             ith_tensor q, ith_tensor k, ith_tensor v)
 {
     LAUNCH((plain_forward<T, ITEMS>), a.q_heads, ROWS + 2 * COLS, (T *)o.data, (float *)lse.data,
-           (const T *)q.data, (const T *)k.data, (const T *)v.data,
-           (const int32_t *)seqs.cu_seqlens.data);
+           (const T *)q.data, (const T *)k.data, (const T *)v.data);
     return ITH_CUDA_LAUNCHED(ctx, q);
 }
 
 template <typename T, int ITEMS>
 static ith_status backward_of(ith_ctx *ctx, const attn_args &a, ith_tensor dq, ith_tensor dk,
                               ith_tensor dv, ith_tensor do_, ith_tensor q, ith_tensor k,
-                              ith_tensor v, ith_tensor o, ith_tensor lse, ith_seqs seqs,
-                              float *delta)
+                              ith_tensor v, ith_tensor o, ith_tensor lse, float *delta)
 {
-    const int32_t *cu = (const int32_t *)seqs.cu_seqlens.data;
     plain_delta<T>
         <<<(unsigned)ith_div_ceil(a.tokens * a.q_heads, 4), 128, 0, ith_cuda_stream(ctx)>>>(
             a, delta, (const T *)do_.data, (const T *)o.data);
     LAUNCH((plain_dq<T, ITEMS>), a.q_heads, 2 * ROWS + 2 * COLS, (T *)dq.data, (const T *)do_.data,
-           (const T *)q.data, (const T *)k.data, (const T *)v.data, (const float *)lse.data, delta,
-           cu);
+           (const T *)q.data, (const T *)k.data, (const T *)v.data, (const float *)lse.data, delta);
     LAUNCH((plain_dkv<T, ITEMS>), a.kv_heads, 2 * ROWS + 2 * COLS, (T *)dk.data, (T *)dv.data,
            (const T *)do_.data, (const T *)q.data, (const T *)k.data, (const T *)v.data,
-           (const float *)lse.data, delta, cu);
+           (const float *)lse.data, delta);
     return ITH_CUDA_LAUNCHED(ctx, q);
 }
 
@@ -361,8 +344,8 @@ ith_status ith_attention_plain_forward(ith_ctx *ctx, ith_tensor o, ith_tensor ls
     attn_args a = args_of(q, k, v, o, seqs, scale, causal);
     ITH_BY_TYPE(q.dtype, {
         if (a.dim <= 128)
-            return forward_of<T, 8>(ctx, a, o, lse, q, k, v, seqs);
-        return forward_of<T, MAX_DIM / LANES>(ctx, a, o, lse, q, k, v, seqs);
+            return forward_of<T, 8>(ctx, a, o, lse, q, k, v);
+        return forward_of<T, MAX_DIM / LANES>(ctx, a, o, lse, q, k, v);
     });
 }
 
@@ -383,8 +366,7 @@ ith_status ith_attention_plain_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor 
     a.dv_head = dv.stride[1];
     ITH_BY_TYPE(q.dtype, {
         if (a.dim <= 128)
-            return backward_of<T, 8>(ctx, a, dq, dk, dv, do_, q, k, v, o, lse, seqs, delta);
-        return backward_of<T, MAX_DIM / LANES>(ctx, a, dq, dk, dv, do_, q, k, v, o, lse, seqs,
-                                               delta);
+            return backward_of<T, 8>(ctx, a, dq, dk, dv, do_, q, k, v, o, lse, delta);
+        return backward_of<T, MAX_DIM / LANES>(ctx, a, dq, dk, dv, do_, q, k, v, o, lse, delta);
     });
 }
