@@ -1,11 +1,12 @@
 /* attention_tiles.cu - attention on tensor cores under every mask of ith_seqs: bf16, head sizes up
  * to 128, any row stride that is 16-byte aligned. No atomics: the bits never vary.
  *
- * A block owns rows of one head, 16 or 32 per warp, and walks tiles of 64 rows of the other side
- * through two stages of shared memory; only tiles that some of its rows see are visited. Forward
- * and dq own queries; dk and dv own keys and sum over the query heads of their kv head. Products
- * are mma.sync m16n8k16: what one product leaves in registers is the next one's left operand.
- * Products computed: 2 forward, 7 backward (cuDNN's 5, for it adds dq up with atomics). */
+ * A block is one warpgroup. It owns 64 or 128 rows of a head and walks tiles of 64 rows of the
+ * other side through two stages of shared memory; only tiles that some of its rows see are visited.
+ * Forward and dq own queries; dk and dv own keys and sum over the query heads of their kv head.
+ * Products are wgmma: what one leaves in registers is the next one's left operand. Products
+ * computed: 2 forward, 7 backward (cuDNN's 5, for it adds dq up with atomics). Two blocks share a
+ * multiprocessor, so that one multiplies while the other weighs. */
 #include "kernels/cuda/attention_mask.cuh"
 
 enum { WARPS = 4, THREADS = 32 * WARPS, OTHER = 64, MAX_DIM = 128 };
@@ -26,29 +27,96 @@ struct tiles_args {
     float scale;
 };
 
-/* ---- fragments: rows lane/4 and lane/4 + 8, columns 2 (lane%4) and the next, of 16 x 8 ---- */
+/* ---- products ----
+ * Results: rows 16 warp + lane/4 and 8 below (half 0 and 1), columns 8 n + 2 (lane%4) and the next
+ * of c[n], c[n][2 half], c[n][2 half + 1]. Operands in shared memory are panels of 64 columns, rows
+ * of 128 bytes, whose 16-byte pieces are permuted: piece i of row r lies at i ^ (r % 8). */
 
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t at)
+/* Where a matrix lies, in the words of the hardware: bytes / 16; 128-byte swizzle, 8 rows every
+ * 1024 bytes. panel: bytes between panels, for matrices whose columns are columns of the result. */
+__device__ __forceinline__ uint64_t matrix_at(uint32_t at, uint32_t panel)
 {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at));
+    return (uint64_t)(at >> 4) | (uint64_t)(panel >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
+           (uint64_t)1 << 62;
 }
 
-__device__ __forceinline__ void load_transposed(uint32_t (&r)[4], uint32_t at)
+#define C4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
+#define C16(i) C4(i), C4(i + 1), C4(i + 2), C4(i + 3)
+#define LIST32                                                                                     \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"   \
+    "%25,%26,%27,%28,%29,%30,%31"
+#define LIST40 LIST32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define LIST64                                                                                     \
+    LIST40 ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60," \
+           "%61,%62,%63"
+
+/* c (+)= A B^T, A: 64 rows, B: 64 rows, 16 columns of both. */
+__device__ __forceinline__ void multiply(float (&c)[8][4], uint64_t a, uint64_t b, int add)
 {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(at));
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" LIST32
+                 "}, %32, %33, p, 1, 1, 0, 0;}"
+                 : C16(0), C16(4)
+                 : "l"(a), "l"(b), "r"(add));
 }
 
-__device__ __forceinline__ void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                             uint32_t b1)
+/* c += a B, a: 64 rows of registers, B: 16 rows, 8 * (size of c) columns. */
+__device__ __forceinline__ void multiply_add(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b)
 {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
-                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" LIST32
+                 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
+                 : C16(0), C16(4)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
+}
+
+__device__ __forceinline__ void multiply_add(float (&c)[10][4], const uint32_t (&a)[4], uint64_t b)
+{
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %45, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" LIST40
+                 "}, {%40,%41,%42,%43}, %44, p, 1, 1, 1;}"
+                 : C16(0), C16(4), C4(8), C4(9)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
+}
+
+__device__ __forceinline__ void multiply_add(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b)
+{
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" LIST64
+                 "}, {%64,%65,%66,%67}, %68, p, 1, 1, 1;}"
+                 : C16(0), C16(4), C16(8), C16(12)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
+}
+
+/* Registers and shared memory are ready for products; products so far are one group; they are done.
+ */
+__device__ __forceinline__ void products_begin()
+{
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void products_end()
+{
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int LEFT> __device__ __forceinline__ void products_wait()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+/* Reads of c stay behind the wait before this. */
+template <int N> __device__ __forceinline__ void settle(float (&c)[N][4])
+{
+#pragma unroll
+    for (int n = 0; n < N; n++)
+        asm volatile("" : C4(n)::"memory");
+}
+
+/* What threads wrote to shared memory is seen by products after the next barrier. */
+__device__ __forceinline__ void publish()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 /* Two units in the last place: far below the rounding of weights to bf16. */
@@ -65,111 +133,68 @@ __device__ __forceinline__ uint32_t two(float lo, float hi)
     return *reinterpret_cast<uint32_t *>(&x);
 }
 
-/* Results of two column tiles as the left operand of 16 columns. */
-__device__ __forceinline__ void as_left(uint32_t (&a)[4], const float (&x)[4], const float (&y)[4])
-{
-    a[0] = two(x[0], x[1]);
-    a[1] = two(x[2], x[3]);
-    a[2] = two(y[0], y[1]);
-    a[3] = two(y[2], y[3]);
-}
+/* ---- tiles in shared memory ---- */
 
-/* ---- tiles in shared memory: rows of D elements and 8 more, so that 8 rows lie in 8 bank groups
- * ---- */
-
-template <int D> constexpr int PITCH = D + 8;
-template <int D> constexpr int TILE = OTHER *PITCH<D>;
+template <int D> constexpr int PANELS = (D + 63) / 64;
+/* Elements of 64 rows, and bytes of a panel of them. Tiles of more rows are several of these. */
+template <int D> constexpr int TILE = PANELS<D> * 64 * 64;
+enum { PANEL_BYTES = 64 * 64 * 2 };
 
 __device__ __forceinline__ uint32_t shared_at(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* Rows [row0, row0 + ROWS) of one head; zeros from `end` and from dim on. */
-template <int D, int ROWS>
+/* Rows [row0, row0 + 64) of one head; zeros from `end` and from dim on. */
+template <int D>
 __device__ __forceinline__ void fetch_rows(bf16 *to, const head_rows &t, int64_t head, int32_t row0,
                                            int32_t end, int dim)
 {
     const bf16 *from = t.data + head * t.head;
-    for (int n = (int)threadIdx.x; n < ROWS * (D / 8); n += THREADS) {
-        int r = n / (D / 8), c = n % (D / 8) * 8;
-        bool live = row0 + r < end && c < dim;
-        asm volatile(
-            "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_at(to + r * PITCH<D> + c)),
-            "l"(live ? from + (row0 + r) * t.row + c : from), "r"(live ? 16 : 0)
-            : "memory");
+    for (int n = (int)threadIdx.x; n < 64 * (D / 8); n += THREADS) {
+        int r = n / (D / 8), c = n % (D / 8);
+        uint32_t at =
+            shared_at(to) + (uint32_t)(c / 8 * PANEL_BYTES + r * 128 + (c % 8 ^ r % 8) * 16);
+        bool live = row0 + r < end && c * 8 < dim;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at),
+                     "l"(live ? from + (row0 + r) * t.row + c * 8 : from), "r"(live ? 16 : 0)
+                     : "memory");
     }
 }
 
-/* Where a lane reads matrices of a tile: as left operand, as right operand with columns as rows of
- * the tile, and as right operand with columns as columns. Bytes. */
-template <int D> __device__ __forceinline__ uint32_t left_place(int lane)
+/* Queues c = A B^T for tiles A and B. */
+template <int D>
+__device__ __forceinline__ void product(float (&c)[OTHER / 8][4], uint32_t a, uint32_t b)
 {
-    return (uint32_t)(lane % 16 * PITCH<D> + lane / 16 * 8) * 2;
-}
-
-template <int D> __device__ __forceinline__ uint32_t right_place(int lane)
-{
-    return (uint32_t)((lane % 8 + lane / 16 * 8) * PITCH<D> + lane / 8 % 2 * 8) * 2;
-}
-
-template <int D> __device__ __forceinline__ uint32_t turned_place(int lane)
-{
-    return (uint32_t)((lane % 8 + lane / 8 % 2 * 8) * PITCH<D> + lane / 16 * 8) * 2;
-}
-
-/* c = A B^T, A: 16 M rows, B: 8 NT rows of a tile. */
-template <int D, int M, int NT>
-__device__ __forceinline__ void product(float (&c)[M][NT][4], uint32_t left, uint32_t right)
-{
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                c[m][n][i] = 0;
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-        uint32_t a[M][4];
-#pragma unroll
-        for (int m = 0; m < M; m++)
-            load_matrices(a[m], left + (uint32_t)(m * 16 * PITCH<D> + k * 16) * 2);
-#pragma unroll
-        for (int n = 0; n < NT / 2; n++) {
-            uint32_t b[4];
-            load_matrices(b, right + (uint32_t)(n * 16 * PITCH<D> + k * 16) * 2);
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                multiply_add(c[m][2 * n], a[m], b[0], b[1]);
-                multiply_add(c[m][2 * n + 1], a[m], b[2], b[3]);
-            }
-        }
+        uint32_t at = (uint32_t)(k / 4 * PANEL_BYTES + k % 4 * 32);
+        multiply(c, matrix_at(a + at, 16), matrix_at(b + at, 16), k > 0);
     }
 }
 
-/* acc += x B, x: results [16 M rows, 8 NT columns], B: 8 NT rows of D of a tile. */
-template <int D, int M, int NT>
-__device__ __forceinline__ void add_product(float (&acc)[M][D / 8][4], const float (&x)[M][NT][4],
-                                            uint32_t turned)
+/* Results as left operands. */
+typedef uint32_t left_operands[OTHER / 16][4];
+
+__device__ __forceinline__ void as_left(left_operands &a, const float (&x)[OTHER / 8][4])
 {
 #pragma unroll
-    for (int k = 0; k < NT / 2; k++) {
-        uint32_t a[M][4];
-#pragma unroll
-        for (int m = 0; m < M; m++)
-            as_left(a[m], x[m][2 * k], x[m][2 * k + 1]);
-#pragma unroll
-        for (int d = 0; d < D / 16; d++) {
-            uint32_t b[4];
-            load_transposed(b, turned + (uint32_t)(k * 16 * PITCH<D> + d * 16) * 2);
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-                multiply_add(acc[m][2 * d], a[m], b[0], b[1]);
-                multiply_add(acc[m][2 * d + 1], a[m], b[2], b[3]);
-            }
-        }
+    for (int k = 0; k < OTHER / 16; k++) {
+        a[k][0] = two(x[2 * k][0], x[2 * k][1]);
+        a[k][1] = two(x[2 * k][2], x[2 * k][3]);
+        a[k][2] = two(x[2 * k + 1][0], x[2 * k + 1][1]);
+        a[k][3] = two(x[2 * k + 1][2], x[2 * k + 1][3]);
     }
+}
+
+/* Queues acc += a B for a tile B. */
+template <int D>
+__device__ __forceinline__ void add_product(float (&acc)[D / 8][4], const left_operands &a,
+                                            uint32_t b)
+{
+#pragma unroll
+    for (int k = 0; k < OTHER / 16; k++)
+        multiply_add(acc, a[k], matrix_at(b + (uint32_t)k * 16 * 128, PANEL_BYTES));
 }
 
 /* Own rows: factor * acc of the row's half (0: lane/4, 1: 8 below). */
@@ -210,15 +235,15 @@ __device__ __forceinline__ tile tile_at(const walk &w, int32_t i)
     return {w.begin[1] + (i - w.count[0]) * OTHER, w.end[1], 1};
 }
 
-/* Fills own[ROWS]; the warp's bounds and the block's walk. All threads. */
+/* Fills own[ROWS]; m-th 16 rows of a warp: from 64 m + 16 warp on. The warp's bounds and the
+ * block's walk. All threads. */
 template <int ROWS>
 __device__ __forceinline__ walk plan_walk(stretches *own, bounds (&mine)[2], const attn_mask &mask,
                                           int32_t row0, bool of_key)
 {
-    constexpr int EACH = ROWS / WARPS;
     __shared__ bounds all[WARPS][2];
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-    int at = warp * EACH + lane % EACH;
+    int at = lane / 16 % (ROWS / 64) * 64 + warp * 16 + lane % 16;
     stretches s = stretches_of(mask, row0 + at, of_key);
     bool live = row0 + at < mask.tokens;
     own[at] = s;
@@ -248,33 +273,23 @@ __device__ __forceinline__ walk plan_walk(stretches *own, bounds (&mine)[2], con
     return w;
 }
 
-/* Constant indices keep arrays in registers. */
-__device__ __forceinline__ bounds bounds_of(const bounds (&b)[2], const tile &t)
+/* Every row of the warp sees the whole tile. */
+__device__ __forceinline__ bool covers(const bounds (&b)[2], const tile &t)
 {
-    return t.part ? b[1] : b[0];
-}
-
-__device__ __forceinline__ bool touches(const bounds &b, const tile &t)
-{
-    return t.begin < b.any_hi && t.begin + OTHER > b.any_lo;
-}
-
-__device__ __forceinline__ bool covers(const bounds &b, const tile &t)
-{
-    return t.begin >= b.all_lo && t.begin + OTHER <= b.all_hi;
+    bounds of = t.part ? b[1] : b[0]; /* constant indices: registers */
+    return t.begin >= of.all_lo && t.begin + OTHER <= of.all_hi;
 }
 
 /* s = value where the row of own[first + lane/4 (+ 8)] does not see the column. column0: of s[0].
  */
-template <int NT>
-__device__ __forceinline__ void hide(float (&s)[NT][4], const stretches *own, int part,
+__device__ __forceinline__ void hide(float (&s)[OTHER / 8][4], const stretches *own, int part,
                                      int32_t column0, int lane, float value)
 {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         int32_t lo = own[lane / 4 + 8 * half].lo[part], hi = own[lane / 4 + 8 * half].hi[part];
 #pragma unroll
-        for (int n = 0; n < NT; n++)
+        for (int n = 0; n < OTHER / 8; n++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 int32_t c = column0 + n * 8 + lane % 4 * 2 + j;
@@ -331,35 +346,43 @@ __device__ __forceinline__ void weigh(float (&s)[OTHER / 8][4], float (&acc)[D /
     }
 }
 
-template <int D, int M> static constexpr size_t forward_shared()
+/* Panels begin at multiples of 1024 bytes. */
+__device__ __forceinline__ bf16 *align_tiles(char *memory)
 {
-    return (size_t)(64 * M * PITCH<D> + 4 * TILE<D>)*sizeof(bf16);
+    return reinterpret_cast<bf16 *>(memory + (1024 - shared_at(memory) % 1024) % 1024);
 }
 
-template <int D, int M>
+/* Of so many tiles. */
+template <int D> static constexpr size_t shared_bytes(int tiles)
+{
+    return 1024 + (size_t)(tiles * TILE<D>)*sizeof(bf16);
+}
+
+template <int D>
 __global__ void __launch_bounds__(THREADS, 2) tiles_forward(const __grid_constant__ tiles_args a)
 {
-    constexpr int ROWS = 64 * M;
-    extern __shared__ __align__(16) bf16 tiles[];
+    constexpr int M = 2, ROWS = 64 * M;
+    extern __shared__ char memory[];
     __shared__ stretches own[ROWS];
-    int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 * 16 * M;
+    bf16 *tiles = align_tiles(memory), *stages = tiles + M * TILE<D>;
+    int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 * 16;
     int32_t row0 = (int32_t)(gridDim.x - 1 - blockIdx.x) * ROWS; /* the longest walks first */
     int32_t h = (int32_t)blockIdx.y, kv = h / a.group;
-    bf16 *stages = tiles + ROWS * PITCH<D>;
     bounds mine[2];
     walk w = plan_walk<ROWS>(own, mine, a.mask, row0, false);
     int32_t total = w.count[0] + w.count[1];
-    fetch_rows<D, ROWS>(tiles, a.q, h, row0, (int32_t)a.mask.tokens, a.dim);
+    for (int m = 0; m < M; m++)
+        fetch_rows<D>(tiles + m * TILE<D>, a.q, h, row0 + 64 * m, (int32_t)a.mask.tokens, a.dim);
     auto fetch = [&](int32_t i) {
         bf16 *to = stages + i % 2 * 2 * TILE<D>;
         if (i < total) {
             tile t = tile_at(w, i);
-            fetch_rows<D, OTHER>(to, a.k, kv, t.begin, t.end, a.dim);
-            fetch_rows<D, OTHER>(to + TILE<D>, a.v, kv, t.begin, t.end, a.dim);
+            fetch_rows<D>(to, a.k, kv, t.begin, t.end, a.dim);
+            fetch_rows<D>(to + TILE<D>, a.v, kv, t.begin, t.end, a.dim);
         }
         copies_end();
     };
-    uint32_t qs = shared_at(tiles + first * PITCH<D>) + left_place<D>(lane);
+    uint32_t qs = shared_at(tiles);
     float acc[M][D / 8][4] = {}, top[M][2], sum[M][2] = {};
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -368,28 +391,42 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_forward(const __grid_constan
     for (int32_t i = 0; i < total; i++) {
         fetch(i + 1);
         copies_wait_but_last();
+        publish();
         __syncthreads();
         tile t = tile_at(w, i);
-        if (touches(bounds_of(mine, t), t)) {
-            const bf16 *ks = stages + i % 2 * 2 * TILE<D>;
-            float s[M][OTHER / 8][4];
-            product<D, M, OTHER / 8>(s, qs, shared_at(ks) + right_place<D>(lane));
-            bool hidden = !covers(bounds_of(mine, t), t);
+        uint32_t ks = shared_at(stages + i % 2 * 2 * TILE<D>), vs = ks + TILE<D> * 2;
+        bool hidden = !covers(mine, t);
+        float s[M][OTHER / 8][4];
+        left_operands p[M];
+        products_begin();
 #pragma unroll
-            for (int m = 0; m < M; m++) {
-                if (hidden)
-                    hide<OTHER / 8>(s[m], own + first + m * 16, t.part, t.begin, lane, -INFINITY);
-                weigh<D>(s[m], acc[m], top[m], sum[m], a.scale * LOG2_E);
-            }
-            add_product<D, M, OTHER / 8>(acc, s, shared_at(ks + TILE<D>) + turned_place<D>(lane));
+        for (int m = 0; m < M; m++) {
+            product<D>(s[m], qs + m * TILE<D> * 2, ks);
+            products_end();
         }
+#pragma unroll
+        for (int m = 0; m < M; m++) { /* the other half multiplies while this one weighs */
+            products_wait<1>();
+            settle(s[m]);
+            if (hidden)
+                hide(s[m], own + m * 64 + first, t.part, t.begin, lane, -INFINITY);
+            weigh<D>(s[m], acc[m], top[m], sum[m], a.scale * LOG2_E);
+            as_left(p[m], s[m]);
+            products_begin();
+            add_product<D>(acc[m], p[m], vs);
+            products_end();
+        }
+        products_wait<0>();
+#pragma unroll
+        for (int m = 0; m < M; m++)
+            settle(acc[m]);
         __syncthreads();
     }
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int64_t row = row0 + first + m * 16 + lane / 4 + 8 * half;
+            int64_t row = row0 + m * 64 + first + lane / 4 + 8 * half;
             float all = quad_sum(sum[m][half]);
             if (row >= a.mask.tokens)
                 continue;
@@ -422,37 +459,31 @@ __global__ void tiles_delta(const __grid_constant__ tiles_args a)
         a.delta[at] = sum;
 }
 
-template <int D> static constexpr size_t backward_shared()
-{
-    return (size_t)(6 * TILE<D>)*sizeof(bf16);
-}
-
 template <int D>
 __global__ void __launch_bounds__(THREADS, 2) tiles_dq(const __grid_constant__ tiles_args a)
 {
-    extern __shared__ __align__(16) bf16 tiles[];
-    __shared__ stretches own[OTHER];
+    extern __shared__ char memory[];
+    __shared__ stretches own[64];
+    bf16 *tiles = align_tiles(memory), *stages = tiles + 2 * TILE<D>;
     int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 * 16;
-    int32_t row0 = (int32_t)(gridDim.x - 1 - blockIdx.x) * OTHER;
+    int32_t row0 = (int32_t)(gridDim.x - 1 - blockIdx.x) * 64;
     int32_t h = (int32_t)blockIdx.y, kv = h / a.group;
-    bf16 *stages = tiles + 2 * TILE<D>;
     bounds mine[2];
-    walk w = plan_walk<OTHER>(own, mine, a.mask, row0, false);
+    walk w = plan_walk<64>(own, mine, a.mask, row0, false);
     int32_t total = w.count[0] + w.count[1], tokens = (int32_t)a.mask.tokens;
-    fetch_rows<D, OTHER>(tiles, a.q, h, row0, tokens, a.dim);
-    fetch_rows<D, OTHER>(tiles + TILE<D>, a.do_, h, row0, tokens, a.dim);
+    fetch_rows<D>(tiles, a.q, h, row0, tokens, a.dim);
+    fetch_rows<D>(tiles + TILE<D>, a.do_, h, row0, tokens, a.dim);
     auto fetch = [&](int32_t i) {
         bf16 *to = stages + i % 2 * 2 * TILE<D>;
         if (i < total) {
             tile t = tile_at(w, i);
-            fetch_rows<D, OTHER>(to, a.k, kv, t.begin, t.end, a.dim);
-            fetch_rows<D, OTHER>(to + TILE<D>, a.v, kv, t.begin, t.end, a.dim);
+            fetch_rows<D>(to, a.k, kv, t.begin, t.end, a.dim);
+            fetch_rows<D>(to + TILE<D>, a.v, kv, t.begin, t.end, a.dim);
         }
         copies_end();
     };
-    uint32_t qs = shared_at(tiles + first * PITCH<D>) + left_place<D>(lane);
-    uint32_t gs = qs + TILE<D> * 2;
-    float acc[1][D / 8][4] = {}, lse[2], delta[2];
+    uint32_t qs = shared_at(tiles), gs = qs + TILE<D> * 2;
+    float acc[D / 8][4] = {}, lse[2], delta[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         int64_t row = row0 + first + lane / 4 + 8 * half;
@@ -463,30 +494,46 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_dq(const __grid_constant__ t
     for (int32_t i = 0; i < total; i++) {
         fetch(i + 1);
         copies_wait_but_last();
+        publish();
         __syncthreads();
         tile t = tile_at(w, i);
-        if (touches(bounds_of(mine, t), t)) {
-            uint32_t ks = shared_at(stages + i % 2 * 2 * TILE<D>);
-            float s[1][OTHER / 8][4], dp[1][OTHER / 8][4];
-            product<D, 1, OTHER / 8>(s, qs, ks + right_place<D>(lane));
-            product<D, 1, OTHER / 8>(dp, gs, ks + TILE<D> * 2 + right_place<D>(lane));
+        uint32_t ks = shared_at(stages + i % 2 * 2 * TILE<D>);
+        float s[OTHER / 8][4], dp[OTHER / 8][4];
+        left_operands ds;
+        products_begin();
+        product<D>(s, qs, ks);
+        products_end();
+        product<D>(dp, gs, ks + TILE<D> * 2);
+        products_end();
+        products_wait<1>();
+        settle(s);
 #pragma unroll
-            for (int n = 0; n < OTHER / 8; n++)
+        for (int n = 0; n < OTHER / 8; n++)
 #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    s[0][n][j] = power_of_two(s[0][n][j] * (a.scale * LOG2_E) - lse[j / 2]) *
-                                 (dp[0][n][j] - delta[j / 2]);
-            if (!covers(bounds_of(mine, t), t))
-                hide<OTHER / 8>(s[0], own + first, t.part, t.begin, lane, 0.0f);
-            add_product<D, 1, OTHER / 8>(acc, s, ks + turned_place<D>(lane));
-        }
+            for (int j = 0; j < 4; j++)
+                s[n][j] = power_of_two(s[n][j] * (a.scale * LOG2_E) - lse[j / 2]);
+        if (!covers(mine, t))
+            hide(s, own + first, t.part, t.begin, lane, 0.0f);
+        products_wait<0>();
+        settle(dp);
+#pragma unroll
+        for (int n = 0; n < OTHER / 8; n++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                s[n][j] *= dp[n][j] - delta[j / 2];
+        as_left(ds, s);
+        products_begin();
+        add_product<D>(acc, ds, ks);
+        products_end();
+        products_wait<0>();
+        settle(acc);
         __syncthreads();
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         int64_t row = row0 + first + lane / 4 + 8 * half;
         if (row < tokens)
-            store_rows<D>(a.dq, h, row, lane, half, acc[0], a.scale, a.dim);
+            store_rows<D>(a.dq, h, row, lane, half, acc, a.scale, a.dim);
     }
 }
 
@@ -494,26 +541,25 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_dq(const __grid_constant__ t
 template <int D>
 __global__ void __launch_bounds__(THREADS, 2) tiles_dkv(const __grid_constant__ tiles_args a)
 {
-    constexpr int STEP = 32; /* queries at a time: registers */
-    extern __shared__ __align__(16) bf16 tiles[];
-    __shared__ stretches own[OTHER];
+    extern __shared__ char memory[];
+    __shared__ stretches own[64];
     __shared__ float stats[2][2][OTHER]; /* lse and delta of a stage */
+    bf16 *tiles = align_tiles(memory), *stages = tiles + 2 * TILE<D>;
     int lane = (int)threadIdx.x % 32, first = (int)threadIdx.x / 32 * 16;
-    int32_t row0 = (int32_t)blockIdx.x * OTHER, kv = (int32_t)blockIdx.y;
-    bf16 *stages = tiles + 2 * TILE<D>;
+    int32_t row0 = (int32_t)blockIdx.x * 64, kv = (int32_t)blockIdx.y;
     bounds mine[2];
-    walk w = plan_walk<OTHER>(own, mine, a.mask, row0, true);
+    walk w = plan_walk<64>(own, mine, a.mask, row0, true);
     int32_t each = w.count[0] + w.count[1], total = each * a.group;
     int32_t tokens = (int32_t)a.mask.tokens;
-    fetch_rows<D, OTHER>(tiles, a.k, kv, row0, tokens, a.dim);
-    fetch_rows<D, OTHER>(tiles + TILE<D>, a.v, kv, row0, tokens, a.dim);
+    fetch_rows<D>(tiles, a.k, kv, row0, tokens, a.dim);
+    fetch_rows<D>(tiles + TILE<D>, a.v, kv, row0, tokens, a.dim);
     auto fetch = [&](int32_t i) {
         bf16 *to = stages + i % 2 * 2 * TILE<D>;
         if (i < total) {
             int32_t h = kv * a.group + i / each;
             tile t = tile_at(w, i % each);
-            fetch_rows<D, OTHER>(to, a.q, h, t.begin, t.end, a.dim);
-            fetch_rows<D, OTHER>(to + TILE<D>, a.do_, h, t.begin, t.end, a.dim);
+            fetch_rows<D>(to, a.q, h, t.begin, t.end, a.dim);
+            fetch_rows<D>(to + TILE<D>, a.do_, h, t.begin, t.end, a.dim);
             int64_t row = t.begin + (int32_t)threadIdx.x % OTHER;
             const float *from = threadIdx.x < OTHER ? a.lse : a.delta;
             float *at = &stats[i % 2][threadIdx.x / OTHER][threadIdx.x % OTHER];
@@ -524,44 +570,51 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_dkv(const __grid_constant__ 
         }
         copies_end();
     };
-    uint32_t ks = shared_at(tiles + first * PITCH<D>) + left_place<D>(lane);
-    uint32_t vs = ks + TILE<D> * 2;
-    float dk[1][D / 8][4] = {}, dv[1][D / 8][4] = {};
+    uint32_t ks = shared_at(tiles), vs = ks + TILE<D> * 2;
+    float dk[D / 8][4] = {}, dv[D / 8][4] = {};
     fetch(0);
     for (int32_t i = 0; i < total; i++) {
         fetch(i + 1);
         copies_wait_but_last();
+        publish();
         __syncthreads();
         tile t = tile_at(w, i % each);
-        if (touches(bounds_of(mine, t), t)) {
-            bool hidden = !covers(bounds_of(mine, t), t);
-#pragma unroll 1
-            for (int c = 0; c < OTHER; c += STEP) {
-                uint32_t qs = shared_at(stages + i % 2 * 2 * TILE<D> + c * PITCH<D>);
-                uint32_t gs = qs + TILE<D> * 2;
-                float p[1][STEP / 8][4], ds[1][STEP / 8][4];
-                product<D, 1, STEP / 8>(p, ks, qs + right_place<D>(lane));
-                product<D, 1, STEP / 8>(ds, vs, gs + right_place<D>(lane));
+        uint32_t qs = shared_at(stages + i % 2 * 2 * TILE<D>), gs = qs + TILE<D> * 2;
+        const float *lse = stats[i % 2][0] + lane % 4 * 2, *delta = lse + OTHER;
+        float p[OTHER / 8][4], ds[OTHER / 8][4];
+        left_operands left_p, left_ds;
+        products_begin();
+        product<D>(p, ks, qs);
+        products_end();
+        product<D>(ds, vs, gs);
+        products_end();
+        products_wait<1>();
+        settle(p);
 #pragma unroll
-                for (int n = 0; n < STEP / 8; n++)
+        for (int n = 0; n < OTHER / 8; n++)
 #pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        int column = c + n * 8 + lane % 4 * 2 + j % 2;
-                        p[0][n][j] = power_of_two(p[0][n][j] * (a.scale * LOG2_E) -
-                                                  stats[i % 2][0][column] * LOG2_E);
-                        ds[0][n][j] -= stats[i % 2][1][column];
-                    }
-                if (hidden)
-                    hide<STEP / 8>(p[0], own + first, t.part, t.begin + c, lane, 0.0f);
+            for (int j = 0; j < 4; j++)
+                p[n][j] = power_of_two(p[n][j] * (a.scale * LOG2_E) - lse[n * 8 + j % 2] * LOG2_E);
+        if (!covers(mine, t))
+            hide(p, own + first, t.part, t.begin, lane, 0.0f);
+        as_left(left_p, p);
+        products_begin();
+        add_product<D>(dv, left_p, gs);
+        products_end();
+        products_wait<1>();
+        settle(ds);
 #pragma unroll
-                for (int n = 0; n < STEP / 8; n++)
+        for (int n = 0; n < OTHER / 8; n++)
 #pragma unroll
-                    for (int j = 0; j < 4; j++)
-                        ds[0][n][j] *= p[0][n][j];
-                add_product<D, 1, STEP / 8>(dv, p, gs + turned_place<D>(lane));
-                add_product<D, 1, STEP / 8>(dk, ds, qs + turned_place<D>(lane));
-            }
-        }
+            for (int j = 0; j < 4; j++)
+                ds[n][j] = (ds[n][j] - delta[n * 8 + j % 2]) * p[n][j];
+        as_left(left_ds, ds);
+        products_begin();
+        add_product<D>(dk, left_ds, qs);
+        products_end();
+        products_wait<0>();
+        settle(dv);
+        settle(dk);
         __syncthreads();
     }
 #pragma unroll
@@ -569,8 +622,8 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_dkv(const __grid_constant__ 
         int64_t row = row0 + first + lane / 4 + 8 * half;
         if (row >= tokens)
             continue;
-        store_rows<D>(a.dk, kv, row, lane, half, dk[0], a.scale, a.dim);
-        store_rows<D>(a.dv, kv, row, lane, half, dv[0], 1.0f, a.dim);
+        store_rows<D>(a.dk, kv, row, lane, half, dk, a.scale, a.dim);
+        store_rows<D>(a.dv, kv, row, lane, half, dv, 1.0f, a.dim);
     }
 }
 
@@ -631,7 +684,7 @@ ith_status ith_attention_tiles_forward(ith_ctx *ctx, ith_tensor o, ith_tensor ls
                                        bool causal)
 {
     tiles_args a = args_of(q, k, v, o, lse, seqs, scale, causal);
-#define RUN(D) LAUNCH((tiles_forward<D, 2>), 128, a.q_heads, (forward_shared<D, 2>()))
+#define RUN(D) LAUNCH(tiles_forward<D>, 128, a.q_heads, shared_bytes<D>(6))
     BY_DIM(a.dim, RUN);
 #undef RUN
     return ITH_CUDA_LAUNCHED(ctx, q);
@@ -652,8 +705,8 @@ ith_status ith_attention_tiles_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor 
                   ith_cuda_stream(ctx)>>>(a);
 #define RUN(D)                                                                                     \
     do {                                                                                           \
-        LAUNCH(tiles_dq<D>, OTHER, a.q_heads, backward_shared<D>());                               \
-        LAUNCH(tiles_dkv<D>, OTHER, k.shape[1], backward_shared<D>());                             \
+        LAUNCH(tiles_dq<D>, 64, a.q_heads, shared_bytes<D>(6));                                    \
+        LAUNCH(tiles_dkv<D>, 64, k.shape[1], shared_bytes<D>(6));                                  \
     } while (0)
     BY_DIM(a.dim, RUN);
 #undef RUN
