@@ -84,8 +84,8 @@ struct ith_backend {
     ITH_OP(gated_delta_rule_forward, ith_t_ o, ith_t_ q, ith_t_ k, ith_t_ v, ith_t_ g, ith_t_ beta,
            ith_t_ state, ith_seqs seqs, float scale);
     ITH_OP(gated_delta_rule_backward, ith_t_ dq, ith_t_ dk, ith_t_ dv, ith_t_ dg, ith_t_ dbeta,
-           ith_t_ do_, ith_t_ q, ith_t_ k, ith_t_ v, ith_t_ g, ith_t_ beta, ith_seqs seqs,
-           float scale);
+           ith_t_ dstate, ith_t_ do_, ith_t_ q, ith_t_ k, ith_t_ v, ith_t_ g, ith_t_ beta,
+           ith_t_ state, ith_seqs seqs, float scale);
     ITH_OP(gated_rmsnorm_forward, ith_t_ y, ith_t_ x, ith_t_ z, ith_t_ w, float eps);
     ITH_OP(gated_rmsnorm_backward, ith_t_ dx, ith_t_ dz, ith_t_ dw, ith_t_ dy, ith_t_ x, ith_t_ z,
            ith_t_ w, float eps);

@@ -79,29 +79,37 @@ static bool delta_rule_fits(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor
            seqs_fit(seqs);
 }
 
+static bool state_fits(ith_tensor state, ith_tensor q, ith_tensor v, ith_seqs seqs)
+{
+    return absent(state) ||
+           (is_stat(state, q) && is(state, 4, seqs.num_docs, v.shape[1], q.shape[2]) &&
+            state.shape[3] == v.shape[2] && ith_is_contiguous(state));
+}
+
 ith_status ith_gated_delta_rule_forward(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k,
                                         ith_tensor v, ith_tensor g, ith_tensor beta,
                                         ith_tensor state, ith_seqs seqs, float scale)
 {
     ITH_ASSERT(delta_rule_fits(q, k, v, g, beta, seqs));
     ITH_ASSERT(heads_fit(o, v.dtype, v.shape[0], v.shape[1], v.shape[2]));
-    ITH_ASSERT(absent(state) ||
-               (is_stat(state, q) && is(state, 4, seqs.num_docs, v.shape[1], k.shape[2]) &&
-                state.shape[3] == v.shape[2] && ith_is_contiguous(state)));
+    ITH_ASSERT(state_fits(state, q, v, seqs));
     RUN(gated_delta_rule_forward, o, q, k, v, g, beta, state, seqs, scale);
 }
 
 ith_status ith_gated_delta_rule_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
-                                         ith_tensor dg, ith_tensor dbeta, ith_tensor do_,
-                                         ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor g,
-                                         ith_tensor beta, ith_seqs seqs, float scale)
+                                         ith_tensor dg, ith_tensor dbeta, ith_tensor dstate,
+                                         ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
+                                         ith_tensor g, ith_tensor beta, ith_tensor state,
+                                         ith_seqs seqs, float scale)
 {
     ITH_ASSERT(delta_rule_fits(q, k, v, g, beta, seqs));
     ITH_ASSERT(delta_rule_fits(dq, dk, dv, dg, dbeta, seqs) && dq.dtype == q.dtype);
     ITH_ASSERT(dq.shape[1] == q.shape[1] && dq.shape[2] == q.shape[2]);
     ITH_ASSERT(heads_fit(dv, v.dtype, v.shape[0], v.shape[1], v.shape[2]) &&
                heads_fit(do_, v.dtype, v.shape[0], v.shape[1], v.shape[2]));
-    RUN(gated_delta_rule_backward, dq, dk, dv, dg, dbeta, do_, q, k, v, g, beta, seqs, scale);
+    ITH_ASSERT(state_fits(state, q, v, seqs) && state_fits(dstate, q, v, seqs));
+    RUN(gated_delta_rule_backward, dq, dk, dv, dg, dbeta, dstate, do_, q, k, v, g, beta, state,
+        seqs, scale);
 }
 
 ith_status ith_gated_rmsnorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor z,

@@ -229,11 +229,14 @@ ith_status ith_gated_delta_rule_forward(ith_ctx *ctx, ith_tensor o, ith_tensor q
                                         ith_tensor v, ith_tensor g, ith_tensor beta,
                                         ith_tensor state, ith_seqs seqs, float scale);
 /* dq, dk (summed over the value heads of a key head), dv: act, may be strided   dg, dbeta: [T,Hv]
- * f32. Documents start at S = 0. States are made again: nothing is saved by forward. No aliases. */
+ * f32. state: the S at which documents start, as in forward (not written); absent: zero. dstate:
+ * in, the gradient of the last S; out, that of state; absent: nobody reads the last S. Both
+ * [num_docs,Hv,Dk,Dv] f32. States are made again: nothing is saved by forward. No aliases. */
 ith_status ith_gated_delta_rule_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
-                                         ith_tensor dg, ith_tensor dbeta, ith_tensor do_,
-                                         ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor g,
-                                         ith_tensor beta, ith_seqs seqs, float scale);
+                                         ith_tensor dg, ith_tensor dbeta, ith_tensor dstate,
+                                         ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
+                                         ith_tensor g, ith_tensor beta, ith_tensor state,
+                                         ith_seqs seqs, float scale);
 /* Per head vector: y = w * round(x * rstd) * silu(z), rounded once more   rstd = 1/sqrt(mean(x^2) +
  * eps).   y, x, z: [T,H,D] act   w: [D] f32 (plain, near 1). */
 ith_status ith_gated_rmsnorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor z,

@@ -8,6 +8,8 @@
 
 /* The stream (m->residual, m->delta) = (embeddings, 0), and the vectors of the balancing loss. */
 ith_status ith_block_open(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training);
+/* The balance is that of all tokens of the group: after the last layer. */
+ith_status ith_block_sum_balance(const ith_model *m, ith_ctx *ctx);
 /* Dense layers. x2 = x + o_out and m->delta = MLP(norm(x2)), in tiles; backward: dx in, the
  * gradient of the layer's output; out, that of x2. */
 ith_status ith_block_mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,

@@ -183,16 +183,12 @@ static T grad(const ith_model *m, int64_t l, int which)
     return ith_layer_param(m, l, which)->grad;
 }
 
-typedef struct {
-    T q, k, v;
-} qkv_views;
-
-static qkv_views split_qkv(const ith_hf_config *c, T qkv)
+static ith_qkv split_qkv(const ith_hf_config *c, T qkv)
 {
     int64_t q = q_width(c), kv = kv_width(c);
-    qkv_views s = {ith_split_heads(ith_col_range(qkv, 0, q), c->num_attention_heads),
-                   ith_split_heads(ith_col_range(qkv, q, q + kv), c->num_key_value_heads),
-                   ith_split_heads(ith_col_range(qkv, q + kv, q + 2 * kv), c->num_key_value_heads)};
+    ith_qkv s = {ith_split_heads(ith_col_range(qkv, 0, q), c->num_attention_heads),
+                 ith_split_heads(ith_col_range(qkv, q, q + kv), c->num_key_value_heads),
+                 ith_split_heads(ith_col_range(qkv, q + kv, q + 2 * kv), c->num_key_value_heads)};
     return s;
 }
 
@@ -204,6 +200,8 @@ static float scale_of(const ith_hf_config *c)
 /* What attention reads, in the layer's workspace. */
 typedef struct {
     T n1, rstd1, q, k, q_rstd, k_rstd;
+    ith_qkv heads; /* q', k', v of this rank's heads, all tokens of its group */
+    T o;           /* attention output of this rank's tokens, all heads; absent: not made yet */
 } attention_in;
 
 /* n1, qkv (unless saved: have_qkv), q' and k'. from_pair: x is residual + delta, written to a->x.
@@ -234,27 +232,38 @@ static ith_status make_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch 
                        c->head_dim, &in->k));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hq, &in->q_rstd));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hkv, &in->k_rstd));
-    qkv_views s = split_qkv(c, a->qkv);
-    return ith_qk_norm_rope_forward(ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
-                                    weight(m, l, ITH_P_Q_NORM), weight(m, l, ITH_P_K_NORM),
-                                    m->rope_cos, m->rope_sin, b->position_ids, eps, 0.0f);
+    ith_qkv s = split_qkv(c, a->qkv);
+    ITH_TRY(ith_qk_norm_rope_forward(ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
+                                     weight(m, l, ITH_P_Q_NORM), weight(m, l, ITH_P_K_NORM),
+                                     m->rope_cos, m->rope_sin, b->position_ids, eps, 0.0f));
+    return ith_ulysses_to_heads(m->mesh, ctx, b->group_tokens, (ith_qkv){in->q, in->k, s.v},
+                                &in->heads);
 }
 
+/* o and lse of n tokens, this rank's heads. */
 static ith_status push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
-                                     ith_layer_acts *a, int64_t t)
+                                     ith_layer_acts *a, int64_t n)
 {
     const ith_hf_config *c = m->config;
-    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, t, c->num_attention_heads,
-                       c->head_dim, &a->o));
-    return push(ctx, where, "attention lse", ITH_F32, t, c->num_attention_heads, &a->lse);
+    int64_t heads =
+        ith_ulysses_own_share(m->mesh, c->num_attention_heads, c->num_key_value_heads).q_count;
+    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, n, heads, c->head_dim, &a->o));
+    return push(ctx, where, "attention lse", ITH_F32, n, heads, &a->lse);
 }
 
 static ith_status attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                          const attention_in *in)
 {
     ith_layer_acts *a = &m->acts[l];
-    return ith_attention_forward(ctx, a->o, a->lse, in->q, in->k, split_qkv(m->config, a->qkv).v,
-                                 b->seqs, scale_of(m->config), !b->bidirectional);
+    return ith_attention_forward(ctx, a->o, a->lse, in->heads.q, in->heads.k, in->heads.v, b->seqs,
+                                 scale_of(m->config), !b->bidirectional);
+}
+
+static ith_status output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T *o)
+{
+    const ith_hf_config *c = m->config;
+    return ith_ulysses_to_tokens(m->mesh, ctx, b->group_tokens, c->num_attention_heads,
+                                 c->num_key_value_heads, m->acts[l].o, o);
 }
 
 /* ---- MLPs ---- */
@@ -398,7 +407,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     } else if (training)
         ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
     if (keep <= ITH_KEEP_ATTENTION)
-        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, t));
+        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, b->group_tokens));
     if (keep != ITH_KEEP_ALL)
         return ITH_OK;
     ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
@@ -425,7 +434,7 @@ static void forget_unsaved(ith_model *m, int64_t l, bool training)
 }
 
 /* x2 = x + o Wdense^T and delta = MLP(norm(x2)). */
-static ith_status after_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l)
+static ith_status after_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T o)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
@@ -433,7 +442,7 @@ static ith_status after_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b
     T o_out, n2, rstd2;
     ITH_TRY(
         push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
-    ITH_TRY(ith_linear_forward(ctx, o_out, heads_2d(a->o), weight(m, l, ITH_P_O), false));
+    ITH_TRY(ith_linear_forward(ctx, o_out, heads_2d(o), weight(m, l, ITH_P_O), false));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &n2));
     ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
     ITH_TRY(ith_rmsnorm_forward(ctx, n2, a->x2, rstd2, o_out, a->x, weight(m, l, ITH_P_POST_NORM),
@@ -471,13 +480,15 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
 {
     ith_layer_acts *a = &m->acts[l];
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    attention_in in;
+    attention_in in = {0};
+    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, training));
     ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
     if (!a->o.ndim)
-        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->num_tokens));
+        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
     ITH_TRY(attend(m, ctx, b, l, &in));
-    ITH_TRY(after_attention(m, ctx, b, l));
+    ITH_TRY(output_to_tokens(m, ctx, b, l, &in.o));
+    ITH_TRY(after_attention(m, ctx, b, l, in.o));
     if (a->host_x)
         ITH_TRY(move_x(ctx, a, true));
     m->residual = a->x2;
@@ -525,16 +536,17 @@ static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *
         return ITH_OK;
     if (*have_in) {
         ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
-        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, t));
+        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
         ITH_TRY(attend(m, ctx, b, l, in));
     }
+    ITH_TRY(output_to_tokens(m, ctx, b, l, &in->o));
     T o_out, rstd2;
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ITH_TRY(
         push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
     ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
-    ITH_TRY(ith_linear_forward(ctx, o_out, heads_2d(a->o), weight(m, l, ITH_P_O), false));
+    ITH_TRY(ith_linear_forward(ctx, o_out, heads_2d(in->o), weight(m, l, ITH_P_O), false));
     ITH_TRY(ith_rmsnorm_forward(ctx, ith_tensor_none(), a->x2, rstd2, o_out, a->x,
                                 weight(m, l, ITH_P_POST_NORM), (float)c->rms_norm_eps, 0.0f));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
@@ -584,17 +596,25 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens;
-    T do_, dqkv;
+    T do_, do_heads, dqkv;
+    ith_qkv dheads;
     if (!have_in)
         ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
+    if (!in->o.ndim)
+        ITH_TRY(output_to_tokens(m, ctx, b, l, &in->o));
     ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype, t,
                        c->num_attention_heads, c->head_dim, &do_));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv gradient", m->dtype, t, qkv_width(c), &dqkv));
     ITH_TRY(ith_linear_backward_input(ctx, heads_2d(do_), dx, weight(m, l, ITH_P_O), false));
-    ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_O), dx, heads_2d(a->o)));
-    qkv_views s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
-    ITH_TRY(ith_attention_backward(ctx, ds.q, ds.k, ds.v, do_, in->q, in->k, s.v, a->o, a->lse,
-                                   b->seqs, scale_of(c), !b->bidirectional));
+    ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_O), dx, heads_2d(in->o)));
+    ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->num_key_value_heads,
+                                           do_, &do_heads));
+    ith_qkv s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
+    ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, ds, &dheads));
+    ITH_TRY(ith_attention_backward(ctx, dheads.q, dheads.k, dheads.v, do_heads, in->heads.q,
+                                   in->heads.k, in->heads.v, a->o, a->lse, b->seqs, scale_of(c),
+                                   !b->bidirectional));
+    ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, ds, dheads));
     ITH_TRY(ith_qk_norm_rope_backward(
         ctx, ds.q, ds.k, grad(m, l, ITH_P_Q_NORM), grad(m, l, ITH_P_K_NORM), ds.q, ds.k, s.q, s.k,
         in->q_rstd, in->k_rstd, weight(m, l, ITH_P_Q_NORM), weight(m, l, ITH_P_K_NORM), m->rope_cos,
@@ -609,13 +629,16 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
 static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
 {
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    attention_in in;
+    attention_in in = {0};
     bool have_in = false;
     if (m->acts[l].host_x)
         ITH_TRY(move_x(ctx, &m->acts[l], false));
+    ITH_TRY(ith_model_gather_layer(m, ctx, l));
+    ITH_TRY(ith_model_open_grads(m, ctx, l));
     ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));
     ITH_TRY(mlp_backward(m, ctx, b, l, dx));
     ITH_TRY(attention_backward(m, ctx, b, l, &in, have_in, dx));
+    ITH_TRY(ith_model_close_grads(m, ctx, l));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
     ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->acts[l].mark);
@@ -661,7 +684,7 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens, q = q_width(c), kv = kv_width(c), n = t / cache->batch,
             mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    attention_in in;
+    attention_in in = {0};
     T k = cache_layer(cache->k, l), v = cache_layer(cache->v, l);
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
@@ -675,7 +698,7 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
             ctx, ith_row_range(a->o, s * n, (s + 1) * n), ith_row_range(in.q, s * n, (s + 1) * n),
             cache_for_queries(k, cache, s, n), cache_for_queries(v, cache, s, n),
             ith_row_range(cache->lengths, s * n, (s + 1) * n), scale_of(c)));
-    ITH_TRY(after_attention(m, ctx, b, l));
+    ITH_TRY(after_attention(m, ctx, b, l, a->o));
     m->residual = a->x2;
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     forget_unsaved(m, l, false);

@@ -211,11 +211,17 @@ void ith_model_destroy(ith_model *model)
     ith_free(model);
 }
 
-/* Element `at` of a parameter in a flat buffer. Only model->w is cut in two by type. */
+/* Only model->w is cut in two by type. */
+static bool is_in_w_f32(const ith_model *model, const ith_param *p, ith_tensor flat)
+{
+    return p->first >= model->num_act && flat.data == model->w.data;
+}
+
+/* Element `at` of a parameter in a flat buffer. */
 static char *address_in(const ith_model *model, const ith_param *p, ith_tensor flat, int64_t at,
                         ith_dtype *dtype)
 {
-    bool apart = p->first >= model->num_act && flat.data == model->w.data;
+    bool apart = is_in_w_f32(model, p, flat);
     *dtype = apart ? ITH_F32 : flat.dtype;
     int64_t first = p->first + at - (apart ? model->num_act : 0);
     return (char *)(apart ? model->w_f32.data : flat.data) + first * ith_dtype_bytes(*dtype);
@@ -261,10 +267,12 @@ out:
 ith_status ith_model_place(ith_model *model, ith_ctx *ctx, bool training)
 {
     int64_t half = ith_rope_dim(&model->config->rope, model->config->head_dim) / 2;
-    int64_t shard = model->shard ? ith_shard_elements(model->shard) : model->num_act;
+    const ith_shard *cut = model->shard;
     int64_t num_f32 = model->num_elements - model->num_act;
+    int64_t shard = cut ? ith_shard_elements(cut) : 0;
+    int64_t shard_w = cut ? cut->shard_first[cut->num_blocks - (num_f32 > 0)] : 0;
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "weights", model->dtype, 1,
-                         model->zero_stage >= 3 ? shard : model->num_act, 1, 1, 1, &model->w));
+                         model->zero_stage >= 3 ? shard_w : model->num_act, 1, 1, 1, &model->w));
     model->w_f32 = ith_tensor_none();
     if (num_f32)
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "weights kept in f32", ITH_F32, 1, num_f32, 1, 1,
@@ -485,11 +493,11 @@ static void read_source(const ith_hf_piece *piece, const ith_piece_source *s, in
     }
 }
 
-/* A buffer that holds this rank's shard of the flat layout. Models with f32 parameters of their own
- * are never cut. */
-static bool is_shard(const ith_model *model, ith_tensor flat)
+/* The parameter lies in this buffer as far as this rank's shard has it. */
+static bool is_cut(const ith_model *model, const ith_param *p, ith_tensor flat)
 {
-    return model->shard && flat.shape[0] != model->num_elements;
+    return model->shard && flat.shape[0] != model->num_elements &&
+           flat.shape[0] != model->num_act && !is_in_w_f32(model, p, flat);
 }
 
 static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece *piece,
@@ -512,7 +520,7 @@ static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece 
         for (int t = 0; t < 2; t++) {
             if (!targets[t].ndim)
                 continue;
-            if (is_shard(model, targets[t])) { /* the part that is here */
+            if (is_cut(model, param, targets[t])) { /* the part that is here */
                 int64_t size_to = ith_dtype_bytes(targets[t].dtype), from = 0, to = 0;
                 int64_t at = param->first + piece->first + done;
                 int64_t count = ith_shard_overlap(model->shard, at, n, &from, &to);
@@ -595,7 +603,7 @@ ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor f
 {
     const ith_hf_piece *p = &model->pieces[piece];
     ITH_ASSERT(first >= 0 && n >= 0 && first + n <= p->count);
-    if (is_shard(model, flat))
+    if (is_cut(model, &model->params[p->param], flat))
         return ith_model_ask(model, ctx, flat, model->params[p->param].first + p->first + first, n,
                              out);
     ith_dtype dtype;

@@ -79,15 +79,18 @@ typedef struct {
     void *host_x; /* ITH_KEEP_HOST: x in host memory; the view x is the shared staging buffer */
 } ith_layer_acts;
 
-/* Images and videos of a micro-batch on the device; see vision.h. F features. */
+/* Images and videos of a micro-batch on the device; see vision.h. Under context parallelism a rank
+ * encodes its share of the frames, and its rows of the text read F features of any rank's. */
 typedef struct {
-    int64_t num_patches;                /* N; 0: none */
+    int64_t num_patches;                /* N of this rank; 0: none */
+    int64_t group_features;             /* of the cp group; 0: nothing to do */
+    const int64_t *encoded, *read;      /* [cp_size + 1] borders in the group's features, host */
     ith_tensor pixels;                  /* [N, patch width] act */
     ith_tensor corners, corner_weights; /* [N,4] I32, f32: of the position table */
     ith_tensor cos, sin;                /* [N, head_dim/2] act */
     ith_tensor order, order4;           /* 0, 1, 2, ..: [N] and [4N] I32 */
     ith_seqs segments;                  /* one for each temporal patch */
-    ith_tensor rows;                    /* [F] I32 rows of the text that features replace */
+    ith_tensor rows;                    /* [F] I32 own rows of the text that features replace */
 } ith_vision_batch;
 
 /* A micro-batch on the device: packed rows without padding. Under context parallelism rows, ids and
@@ -160,8 +163,8 @@ struct ith_model {
     int32_t *layer_param;            /* [L * ITH_LAYER_PARAMS], -1 absent */
 
     /* placed. What zero_stage cuts is this rank's shard of the flat layout: grad from 2 on, w in 3;
-     * then the first and last block (embeddings, norm, head) are whole in `ends_*`, and one layer
-     * at a time is in `window_*`. */
+     * then the blocks that are no layer (embeddings, norm, vision tower, head) are whole in
+     * `ends_*`, and one layer at a time is in `window_*`. w_f32 is small and always whole. */
     ith_tensor w, grad; /* [num_act] act, [num_elements] f32; or [shard elements] */
     ith_tensor w_f32;   /* [num_elements - num_act] f32; absent when that is 0 */
     ith_tensor ends_w, ends_grad, window_w, window_grad;
@@ -267,8 +270,12 @@ ith_status ith_model_close_grads(ith_model *model, ith_ctx *ctx, int64_t layer);
 ith_status ith_model_reduce_grads(ith_model *model, ith_ctx *ctx);
 /* After the shards of the weights changed: the whole copies follow. */
 ith_status ith_model_refresh_weights(ith_model *model, ith_ctx *ctx);
-/* Block borders of the flat layout: embeddings, layers, the rest; out: [layers + 3]. */
+/* Blocks of the flat layout: embeddings, layers, the rest of the model's type (norm, vision tower,
+ * head), and what is f32 in a bf16 model; out: their borders, [blocks + 1]. */
+int64_t ith_model_num_blocks(const ith_model *model);
 void ith_model_blocks(const ith_model *model, int64_t *out);
+/* This rank's slice of a block's weights, wherever they are. */
+ith_tensor ith_model_weight_slice(const ith_model *model, int64_t block);
 /* For ith_model_place: buffers and views of stages 2 and 3. */
 ith_status ith_model_place_sharded(ith_model *model, ith_ctx *ctx, bool training);
 /* While rank 0 downloads from shards, the others serve; it ends with ith_model_serve_end of rank 0,

@@ -6,9 +6,21 @@
 
 typedef ith_tensor T;
 
-static int64_t num_blocks(const ith_model *m)
+int64_t ith_model_num_blocks(const ith_model *m)
 {
-    return m->config->num_hidden_layers + 2;
+    return m->config->num_hidden_layers + 2 + (m->num_elements > m->num_act);
+}
+
+/* No layer: embeddings, the rest, the f32 tail. The last two follow each other. */
+static bool is_end(const ith_model *m, int64_t block)
+{
+    return block == 0 || block > m->config->num_hidden_layers;
+}
+
+/* What is f32 in a bf16 model: its weights lie in w_f32. */
+static bool is_tail(const ith_model *m, int64_t block)
+{
+    return block == m->config->num_hidden_layers + 2;
 }
 
 void ith_model_blocks(const ith_model *m, int64_t *out)
@@ -19,15 +31,16 @@ void ith_model_blocks(const ith_model *m, int64_t *out)
         int64_t first = m->num_elements;
         for (int k = 0; k < ITH_LAYER_PARAMS; k++) {
             int32_t p = m->layer_param[l * ITH_LAYER_PARAMS + k];
-            if (p >= 0)
+            if (p >= 0 && k != ITH_P_ROUTER_BIAS) /* a buffer */
                 first = ith_min_i64(first, m->params[p].first);
         }
         out[1 + l] = first;
         ITH_ASSERT(first > out[l]);
     }
     out[1 + layers] = m->params[m->final_norm].first;
-    out[2 + layers] = m->num_elements;
-    ITH_ASSERT(out[1 + layers] > out[layers]);
+    out[2 + layers] = m->num_act;
+    out[ith_model_num_blocks(m)] = m->num_elements;
+    ITH_ASSERT(out[1 + layers] > out[layers] && m->num_act > out[1 + layers]);
 }
 
 static int64_t block_elements(const ith_model *m, int64_t block)
@@ -35,11 +48,12 @@ static int64_t block_elements(const ith_model *m, int64_t block)
     return m->shard->block_first[block + 1] - m->shard->block_first[block];
 }
 
-/* The first or the last block in a buffer of both. */
+/* A block that is no layer in a buffer of all of them. */
 static T end_of(const ith_model *m, T ends, int64_t block)
 {
-    int64_t first = block_elements(m, 0);
-    return block == 0 ? ith_row_range(ends, 0, first) : ith_row_range(ends, first, ends.shape[0]);
+    const int64_t *first = m->shard->block_first;
+    int64_t at = block == 0 ? 0 : first[1] + first[block] - first[1 + m->config->num_hidden_layers];
+    return ith_row_range(ends, at, at + block_elements(m, block));
 }
 
 static T window_of(const ith_model *m, T window, int64_t block)
@@ -63,16 +77,18 @@ static void bind(ith_model *m, int64_t block, const T *w, const T *grad)
 
 ith_status ith_model_place_sharded(ith_model *m, ith_ctx *ctx, bool training)
 {
-    int64_t last = num_blocks(m) - 1, largest = 0, ends = 0;
+    int64_t blocks = ith_model_num_blocks(m), largest = 0, act_ends = 0, ends = 0;
     m->ends_w = m->ends_grad = m->window_w = m->window_grad = ith_tensor_none();
     if (m->zero_stage < 2)
         return ITH_OK;
-    for (int64_t b = 1; b < last; b++)
-        largest = ith_max_i64(largest, block_elements(m, b));
-    ends = block_elements(m, 0) + block_elements(m, last);
+    for (int64_t b = 0; b < blocks; b++) {
+        largest = is_end(m, b) ? largest : ith_max_i64(largest, block_elements(m, b));
+        ends += is_end(m, b) ? block_elements(m, b) : 0;
+        act_ends += is_end(m, b) && !is_tail(m, b) ? block_elements(m, b) : 0;
+    }
     if (m->zero_stage >= 3) {
-        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "embeddings and head", m->dtype, 1, ends, 1, 1,
-                             1, &m->ends_w));
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "embeddings and head", m->dtype, 1, act_ends, 1,
+                             1, 1, &m->ends_w));
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WEIGHTS, "gathered layer", m->dtype, 1, largest, 1, 1, 1,
                              &m->window_w));
     }
@@ -83,15 +99,15 @@ ith_status ith_model_place_sharded(ith_model *m, ith_ctx *ctx, bool training)
                              1, &m->window_grad));
         ITH_TRY(ith_zero(ctx, m->ends_grad));
     }
-    for (int64_t b = 0; b <= last; b++) {
-        bool is_end = b == 0 || b == last;
-        T w = !m->ends_w.ndim ? m->ends_w
-              : is_end        ? end_of(m, m->ends_w, b)
-                              : window_of(m, m->window_w, b);
+    for (int64_t b = 0; b < blocks; b++) {
+        bool binds_w = m->ends_w.ndim && !is_tail(m, b);
+        T w = !binds_w       ? ith_tensor_none()
+              : is_end(m, b) ? end_of(m, m->ends_w, b)
+                             : window_of(m, m->window_w, b);
         T grad = !m->ends_grad.ndim ? m->ends_grad
-                 : is_end           ? end_of(m, m->ends_grad, b)
+                 : is_end(m, b)     ? end_of(m, m->ends_grad, b)
                                     : window_of(m, m->window_grad, b);
-        bind(m, b, m->ends_w.ndim ? &w : NULL, m->ends_grad.ndim ? &grad : NULL);
+        bind(m, b, binds_w ? &w : NULL, m->ends_grad.ndim ? &grad : NULL);
     }
     return ITH_OK;
 }
@@ -139,28 +155,37 @@ ith_status ith_model_close_grads(ith_model *m, ith_ctx *ctx, int64_t layer)
 
 ith_status ith_model_reduce_grads(ith_model *m, ith_ctx *ctx)
 {
-    int64_t last = num_blocks(m) - 1;
     T own;
     if (m->zero_stage == 0)
         return ith_mesh_sum_world(m->mesh, ctx, m->grad);
-    for (int64_t b = 0; b <= last; b++) {
+    for (int64_t b = 0; b < ith_model_num_blocks(m); b++) {
         int64_t first = m->shard->block_first[b], end = m->shard->block_first[b + 1];
         if (m->zero_stage == 1)
             ITH_TRY(ith_shard_reduce(m->shard, ctx, b, ith_row_range(m->grad, first, end), &own));
-        else if (b == 0 || b == last)
+        else if (is_end(m, b))
             ITH_TRY(reduce_into_shard(m, ctx, b, end_of(m, m->ends_grad, b)));
     }
     return m->zero_stage == 1 ? ITH_OK : ith_zero(ctx, m->ends_grad);
 }
 
+ith_tensor ith_model_weight_slice(const ith_model *m, int64_t block)
+{
+    if (!is_tail(m, block))
+        return ith_shard_slice(m->shard, block, m->w);
+    int64_t first = ith_shard_slice_first(m->shard, block) - m->num_act;
+    int64_t n = m->shard->shard_first[block + 1] - m->shard->shard_first[block];
+    return ith_row_range(m->w_f32, first, first + n);
+}
+
 ith_status ith_model_refresh_weights(ith_model *m, ith_ctx *ctx)
 {
-    int64_t last = num_blocks(m) - 1;
-    for (int64_t b = 0; m->zero_stage > 0 && b <= last; b++) {
+    for (int64_t b = 0; m->zero_stage > 0 && b < ith_model_num_blocks(m); b++) {
         int64_t first = m->shard->block_first[b], end = m->shard->block_first[b + 1];
-        if (m->zero_stage < 3)
+        if (is_tail(m, b))
+            ITH_TRY(ith_shard_gather(m->shard, ctx, b, m->w_f32));
+        else if (m->zero_stage < 3)
             ITH_TRY(ith_shard_gather(m->shard, ctx, b, ith_row_range(m->w, first, end)));
-        else if (b == 0 || b == last)
+        else if (is_end(m, b))
             ITH_TRY(gather_block(m, ctx, b, end_of(m, m->ends_w, b)));
     }
     return ITH_OK;

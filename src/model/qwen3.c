@@ -528,10 +528,7 @@ static ith_status qwen3_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     ITH_TRY(open_balance(m, ctx, training));
     for (int64_t l = 0; l < c->num_hidden_layers; l++)
         ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
-    if (m->expert_fraction.ndim) { /* the balance is that of all tokens of the group */
-        ITH_TRY(ith_mesh_sum_cp(m->mesh, ctx, m->expert_fraction));
-        ITH_TRY(ith_mesh_sum_cp(m->mesh, ctx, m->expert_mean_prob));
-    }
+    ITH_TRY(ith_block_sum_balance(m, ctx));
     return ith_add(ctx, hidden, m->residual, m->delta);
 }
 
@@ -770,6 +767,14 @@ ith_status ith_block_open(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool t
 {
     ITH_TRY(open_stream(m, ctx, b, training));
     return open_balance(m, ctx, training);
+}
+
+ith_status ith_block_sum_balance(const ith_model *m, ith_ctx *ctx)
+{
+    if (!m->expert_fraction.ndim)
+        return ITH_OK;
+    ITH_TRY(ith_mesh_sum_cp(m->mesh, ctx, m->expert_fraction));
+    return ith_mesh_sum_cp(m->mesh, ctx, m->expert_mean_prob);
 }
 
 ith_status ith_block_mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T o_out)

@@ -6,8 +6,11 @@
  *         (attention(q', k', v) * sigmoid(gate)) Wo^T
  * Mixer, Gated DeltaNet:  [u | z | b | a] = n1 Win^T    [q | k | v] = silu(conv(u))
  *         g, beta = gates(a, b)     o = delta_rule(q, k, v, g, beta)     gated_norm(o, z) Wo^T
- * Invariants: 1. convolution and state begin at zero in every document of a packed row. 2. What is
- * made again in backward comes from the same operators on the same inputs: bit-equal to forward's.
+ * Many ranks: the projections and all behind the mixers' cores are of a rank's own tokens; the
+ * cores, convolution included, are of its own heads and all tokens of the group
+ * (parallel/ulysses.h). Gates of the output stay with the tokens. Invariants: 1. convolution and
+ * state begin at zero in every document of a packed row. 2. What is made again in backward comes
+ * from the same operators on the same inputs: bit-equal to forward's.
  * 3. Layers that keep less than all make the input projection again before the MLP's backward, for
  * x2 needs its gates. */
 #include "model/blocks.h"
@@ -232,6 +235,12 @@ static float scale_of(int64_t dim)
     return (float)(1.0 / __builtin_sqrt((double)dim));
 }
 
+/* Elements [first, first + count) of a parameter or its gradient; absent of an absent one. */
+static T part_of(T t, int64_t first, int64_t count)
+{
+    return t.ndim ? ith_row_range(t, first, first + count) : t;
+}
+
 /* Views of [T, attention_width]. Each query head is followed by its gate. */
 typedef struct {
     T q, gate, k, v;
@@ -263,26 +272,83 @@ static linear_views split_linear(const ith_hf_config *c, T t)
     return s;
 }
 
-/* Views of [T, conv_width]. */
-typedef struct {
-    T q, k, v;
-} delta_views;
-
-static delta_views split_conv(const ith_hf_config *c, T t)
+/* Value heads [q_first, ..) and key heads [kv_first, ..) of this rank. */
+static ith_head_share delta_share(const ith_model *m)
 {
-    int64_t k = key_width(c);
-    delta_views s = {
-        ith_split_heads(ith_col_range(t, 0, k), c->linear_num_key_heads),
-        ith_split_heads(ith_col_range(t, k, 2 * k), c->linear_num_key_heads),
-        ith_split_heads(ith_col_range(t, 2 * k, conv_width(c)), c->linear_num_value_heads)};
-    return s;
+    const ith_hf_config *c = m->config;
+    return ith_ulysses_own_share(m->mesh, c->linear_num_value_heads, c->linear_num_key_heads);
+}
+
+static int64_t share_width(const ith_hf_config *c, const ith_head_share *s)
+{
+    return 2 * s->kv_count * c->linear_key_head_dim + s->q_count * c->linear_value_head_dim;
+}
+
+/* Heads of [N, share_width]: q, k and v behind each other. */
+static ith_qkv split_conv(const ith_hf_config *c, const ith_head_share *s, T t)
+{
+    int64_t k = s->kv_count * c->linear_key_head_dim;
+    ith_qkv x = {ith_split_heads(ith_col_range(t, 0, k), s->kv_count),
+                 ith_split_heads(ith_col_range(t, k, 2 * k), s->kv_count),
+                 ith_split_heads(ith_col_range(t, 2 * k, t.shape[1]), s->q_count)};
+    return x;
+}
+
+/* Channels [first, first + count) of the convolution are columns [column, ..) of a share. */
+typedef struct {
+    int64_t first, column, count;
+} channels;
+
+/* q, k and v of a share; of the whole one stretch. Returns how many. */
+static int conv_channels(const ith_hf_config *c, const ith_head_share *s, channels out[3])
+{
+    int64_t k = s->kv_count * c->linear_key_head_dim, v = s->q_count * c->linear_value_head_dim;
+    int64_t first_k = s->kv_first * c->linear_key_head_dim;
+    out[0] = (channels){first_k, 0, k};
+    out[1] = (channels){key_width(c) + first_k, k, k};
+    out[2] = (channels){2 * key_width(c) + s->q_first * c->linear_value_head_dim, 2 * k, v};
+    if (s->q_count < c->linear_num_value_heads)
+        return 3;
+    out[0].count = conv_width(c);
+    return 1;
+}
+
+/* What the core of a linear layer reads, as it travels. */
+static ith_head_parts delta_parts(const ith_hf_config *c, const linear_views *x)
+{
+    ith_head_share all = {0, c->linear_num_value_heads, 0, c->linear_num_key_heads};
+    ith_qkv u = split_conv(c, &all, x->u);
+    ith_head_parts p = {.count = 5,
+                        .q_heads = all.q_count,
+                        .kv_heads = all.kv_count,
+                        .t = {u.q, u.k, u.v, ith_split_heads(x->b, all.q_count),
+                              ith_split_heads(x->a, all.q_count)},
+                        .kv = {true, true, false, false, false}};
+    return p;
+}
+
+/* And as it has arrived: u [N, share_width], b and a [N, value heads]. */
+static linear_views delta_arrived(const ith_head_parts *p)
+{
+    int64_t width = 0, n = p->t[0].shape[0], row = p->t[0].stride[0];
+    for (int i = 0; i < 3; i++)
+        width += p->t[i].shape[1] * p->t[i].shape[2];
+    linear_views x = {.u = p->t[0], .b = p->t[3], .a = p->t[4]};
+    T *flat[] = {&x.u, &x.b, &x.a};
+    const int64_t cols[] = {width, p->t[3].shape[1], p->t[4].shape[1]};
+    for (int i = 0; i < 3; i++)
+        *flat[i] = (T){flat[i]->data, flat[i]->dtype, 2, {n, cols[i], 1, 1}, {row, 1, 1, 1}};
+    return x;
 }
 
 /* What the mixer works on, in the layer's workspace; a->qkv is the projection. */
 typedef struct {
     T n1, rstd1;
     T q, k, q_rstd, k_rstd; /* full attention, after norm and RoPE */
-    T conv, g, beta;        /* Gated DeltaNet */
+    ith_qkv heads;          /* q', k', v of this rank's heads, all N tokens of its group */
+    linear_views delta;     /* Gated DeltaNet, the same: what convolution and gates read, */
+    T conv, g, beta;        /* and what they make */
+    T o;                    /* output of this rank's tokens, all heads; absent: not made yet */
 } mixer_in;
 
 /* n1 from a->x (or from residual + delta, which then gives a->x) and the projection, unless saved.
@@ -322,10 +388,12 @@ static ith_status make_qk(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_
     ITH_TRY(push(ctx, "norm statistics", ITH_F32, t, hq, &in->q_rstd));
     ITH_TRY(push(ctx, "norm statistics", ITH_F32, t, hkv, &in->k_rstd));
     attention_views s = split_attention(c, m->acts[l].qkv);
-    return ith_qk_norm_rope_forward(
+    ITH_TRY(ith_qk_norm_rope_forward(
         ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k, ith_layer_param(m, l, ITH_P_Q_NORM)->w,
         ith_layer_param(m, l, ITH_P_K_NORM)->w, m->rope_cos, m->rope_sin, b->position_ids,
-        (float)c->rms_norm_eps, m->norm_offset);
+        (float)c->rms_norm_eps, m->norm_offset));
+    return ith_ulysses_to_heads(m->mesh, ctx, b->group_tokens, (ith_qkv){in->q, in->k, s.v},
+                                &in->heads);
 }
 
 /* Convolution and gates. history: see ith_conv1d_silu_forward. */
@@ -333,16 +401,28 @@ static ith_status make_delta_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
                                 T history, mixer_in *in)
 {
     const ith_hf_config *c = m->config;
-    int64_t t = b->num_tokens, heads = c->linear_num_value_heads;
+    ith_head_share share = delta_share(m);
     linear_views s = split_linear(c, m->acts[l].qkv);
-    ITH_TRY(push(ctx, "convolution output", m->dtype, t, conv_width(c), &in->conv));
-    ITH_TRY(push(ctx, "decay and beta", ITH_F32, t, heads, &in->g));
-    ITH_TRY(push(ctx, "decay and beta", ITH_F32, t, heads, &in->beta));
-    ITH_TRY(ith_conv1d_silu_forward(ctx, in->conv, s.u, ith_layer_param(m, l, ITH_P_CONV)->w,
-                                    history, b->seqs));
-    return ith_gdn_gates_forward(ctx, in->g, in->beta, s.a, s.b,
-                                 ith_layer_param(m, l, ITH_P_A_LOG)->w,
-                                 ith_layer_param(m, l, ITH_P_DT_BIAS)->w);
+    ith_head_parts parts = delta_parts(c, &s), own;
+    ITH_TRY(ith_ulysses_parts_to_heads(m->mesh, ctx, b->group_tokens, &parts, &own));
+    in->delta = delta_arrived(&own);
+    int64_t n = in->delta.u.shape[0], heads = share.q_count;
+    channels part[3];
+    int count = conv_channels(c, &share, part);
+    T w = ith_layer_param(m, l, ITH_P_CONV)->w;
+    ITH_TRY(push(ctx, "convolution output", m->dtype, n, share_width(c, &share), &in->conv));
+    ITH_TRY(push(ctx, "decay and beta", ITH_F32, n, heads, &in->g));
+    ITH_TRY(push(ctx, "decay and beta", ITH_F32, n, heads, &in->beta));
+    for (int i = 0; i < count; i++) {
+        int64_t from = part[i].column, to = from + part[i].count;
+        ITH_TRY(ith_conv1d_silu_forward(
+            ctx, ith_col_range(in->conv, from, to), ith_col_range(in->delta.u, from, to),
+            part_of(w, part[i].first, part[i].count), history, b->seqs));
+    }
+    return ith_gdn_gates_forward(
+        ctx, in->g, in->beta, in->delta.a, in->delta.b,
+        part_of(ith_layer_param(m, l, ITH_P_A_LOG)->w, share.q_first, heads),
+        part_of(ith_layer_param(m, l, ITH_P_DT_BIAS)->w, share.q_first, heads));
 }
 
 /* Projection and what the mixer reads of it. */
@@ -354,57 +434,88 @@ static ith_status make_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_
                                          : make_qk(m, ctx, b, l, in);
 }
 
-/* Room for the mixer's heads, a->o (and a->lse). */
+/* Room for a->o: of attention (with a->lse) of its own heads and n tokens, for its backward reads
+ * them there; of the delta rule all heads of t tokens. Alone, n = t. */
 static ith_status push_mixer_out(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t l,
-                                 int64_t t)
+                                 int64_t n, int64_t t)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
     if (c->layer_is_linear[l])
         return push_heads(ctx, where, "delta rule output", m->dtype, t, c->linear_num_value_heads,
                           c->linear_value_head_dim, &a->o);
-    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, t, c->num_attention_heads,
-                       c->head_dim, &a->o));
-    return ith_ctx_push(ctx, where, "attention lse", ITH_F32, 2, t, c->num_attention_heads, 1, 1,
-                        &a->lse);
+    int64_t heads =
+        ith_ulysses_own_share(m->mesh, c->num_attention_heads, c->num_key_value_heads).q_count;
+    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, n, heads, c->head_dim, &a->o));
+    return ith_ctx_push(ctx, where, "attention lse", ITH_F32, 2, n, heads, 1, 1, &a->lse);
 }
 
-/* a->o over whole documents. state: see ith_gated_delta_rule_forward. */
+/* a->o of a linear layer. state: see ith_gated_delta_rule_forward. */
+static ith_status run_delta(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T state,
+                            const mixer_in *in)
+{
+    const ith_hf_config *c = m->config;
+    ith_head_share share = delta_share(m);
+    ith_qkv s = split_conv(c, &share, in->conv);
+    T o = m->acts[l].o;
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    if (ith_cp_size(m->mesh) > 1)
+        ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "delta rule output of all tokens", m->dtype,
+                           in->conv.shape[0], share.q_count, c->linear_value_head_dim, &o));
+    ITH_TRY(ith_gated_delta_rule_forward(ctx, o, s.q, s.k, s.v, in->g, in->beta, state, b->seqs,
+                                         scale_of(c->linear_key_head_dim)));
+    ITH_TRY(ith_ulysses_to_tokens(m->mesh, ctx, b->group_tokens, c->linear_num_value_heads,
+                                  c->linear_num_key_heads, o, &m->acts[l].o));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* a->o over whole documents. */
 static ith_status mix(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T state,
                       const mixer_in *in)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    if (!c->layer_is_linear[l])
-        return ith_attention_forward(ctx, a->o, a->lse, in->q, in->k, split_attention(c, a->qkv).v,
-                                     b->seqs, scale_of(c->head_dim), true);
-    delta_views s = split_conv(c, in->conv);
-    return ith_gated_delta_rule_forward(ctx, a->o, s.q, s.k, s.v, in->g, in->beta, state, b->seqs,
-                                        scale_of(c->linear_key_head_dim));
+    if (c->layer_is_linear[l])
+        return run_delta(m, ctx, b, l, state, in);
+    return ith_attention_forward(ctx, a->o, a->lse, in->heads.q, in->heads.k, in->heads.v, b->seqs,
+                                 scale_of(c->head_dim), true);
 }
 
-/* out [T,H,Dh]: a->o through its gate. */
-static ith_status gate_out(ith_model *m, ith_ctx *ctx, int64_t l, T *out)
+/* in->o from a->o. */
+static ith_status output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                   mixer_in *in)
+{
+    const ith_hf_config *c = m->config;
+    in->o = m->acts[l].o;
+    if (c->layer_is_linear[l] || ith_cp_size(m->mesh) == 1)
+        return ITH_OK;
+    in->o = ith_tensor_none();
+    return ith_ulysses_to_tokens(m->mesh, ctx, b->group_tokens, c->num_attention_heads,
+                                 c->num_key_value_heads, m->acts[l].o, &in->o);
+}
+
+/* out [T,H,Dh]: the output o of this rank's tokens through its gate. */
+static ith_status gate_out(ith_model *m, ith_ctx *ctx, int64_t l, T o, T *out)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "gated mixer output", m->dtype, a->o.shape[0],
-                       a->o.shape[1], a->o.shape[2], out));
+    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "gated mixer output", m->dtype, o.shape[0],
+                       o.shape[1], o.shape[2], out));
     if (!c->layer_is_linear[l])
-        return ith_sigmoid_gate_forward(ctx, *out, a->o, split_attention(c, a->qkv).gate);
-    return ith_gated_rmsnorm_forward(ctx, *out, a->o, split_linear(c, a->qkv).z,
+        return ith_sigmoid_gate_forward(ctx, *out, o, split_attention(c, a->qkv).gate);
+    return ith_gated_rmsnorm_forward(ctx, *out, o, split_linear(c, a->qkv).z,
                                      ith_layer_param(m, l, ITH_P_GDN_NORM)->w,
                                      (float)c->rms_norm_eps);
 }
 
 /* out [T,D] = the mixer's contribution to the stream. */
-static ith_status project_out(ith_model *m, ith_ctx *ctx, int64_t l, T *out)
+static ith_status project_out(ith_model *m, ith_ctx *ctx, int64_t l, T o, T *out)
 {
     T gated;
-    ITH_TRY(
-        push(ctx, "mixer output", m->dtype, m->acts[l].o.shape[0], m->config->hidden_size, out));
+    ITH_TRY(push(ctx, "mixer output", m->dtype, o.shape[0], m->config->hidden_size, out));
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    ITH_TRY(gate_out(m, ctx, l, &gated));
+    ITH_TRY(gate_out(m, ctx, l, o, &gated));
     ITH_TRY(
         ith_linear_forward(ctx, *out, heads_2d(gated), ith_layer_param(m, l, ITH_P_O)->w, false));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
@@ -545,7 +656,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
         ITH_TRY(ith_ctx_push(ctx, kept, "layer input", m->dtype, 2, t, d, 1, 1, &a->x));
     }
     if (keep <= ITH_KEEP_ATTENTION)
-        ITH_TRY(push_mixer_out(m, ctx, kept, l, t));
+        ITH_TRY(push_mixer_out(m, ctx, kept, l, b->group_tokens, t));
     if (keep != ITH_KEEP_ALL)
         return ITH_OK;
     ITH_TRY(ith_ctx_push(ctx, kept, "mixer projection", m->dtype, 2, t, mixer_width(c, l), 1, 1,
@@ -578,13 +689,15 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     ith_layer_acts *a = &m->acts[l];
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T mixed, none = ith_tensor_none();
-    mixer_in in;
+    mixer_in in = {0};
+    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, training));
     ITH_TRY(make_in(m, ctx, b, l, true, none, &in));
     if (!a->o.ndim)
-        ITH_TRY(push_mixer_out(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens));
+        ITH_TRY(push_mixer_out(m, ctx, ITH_MEM_WORKSPACE, l, b->group_tokens, b->num_tokens));
     ITH_TRY(mix(m, ctx, b, l, none, &in));
-    ITH_TRY(project_out(m, ctx, l, &mixed));
+    ITH_TRY(output_to_tokens(m, ctx, b, l, &in));
+    ITH_TRY(project_out(m, ctx, l, in.o, &mixed));
     ITH_TRY(ffn_forward(m, ctx, b, l, mixed));
     ITH_TRY(ith_block_to_host(ctx, a));
     m->residual = a->x2;
@@ -601,6 +714,7 @@ static ith_status qwen3_5_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b
         ITH_TRY(ith_vision_forward(m, ctx, b, training));
     for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
         ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
+    ITH_TRY(ith_block_sum_balance(m, ctx));
     return ith_add(ctx, hidden, m->residual, m->delta);
 }
 
@@ -619,12 +733,13 @@ static ith_status remake_mixer(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
         return ITH_OK;
     ITH_TRY(make_in(m, ctx, b, l, false, none, in));
     if (!a->o.ndim) {
-        ITH_TRY(push_mixer_out(m, ctx, ITH_MEM_WORKSPACE, l, t));
+        ITH_TRY(push_mixer_out(m, ctx, ITH_MEM_WORKSPACE, l, b->group_tokens, t));
         ITH_TRY(mix(m, ctx, b, l, none, in));
     }
+    ITH_TRY(output_to_tokens(m, ctx, b, l, in));
     ITH_TRY(push(ctx, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    ITH_TRY(project_out(m, ctx, l, &mixed));
+    ITH_TRY(project_out(m, ctx, l, in->o, &mixed));
     ITH_TRY(push_rows(ctx, "norm statistics", t, &rstd2));
     ITH_TRY(ith_rmsnorm_forward(ctx, none, a->x2, rstd2, mixed, a->x,
                                 ith_layer_param(m, l, ITH_P_POST_NORM)->w, (float)c->rms_norm_eps,
@@ -642,10 +757,20 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
     const ith_param *qn = ith_layer_param(m, l, ITH_P_Q_NORM),
                     *kn = ith_layer_param(m, l, ITH_P_K_NORM);
     attention_views s = split_attention(c, a->qkv), ds = split_attention(c, dproj);
-    ITH_TRY(ith_sigmoid_gate_backward(ctx, do_, ds.gate, do_, a->o, s.gate));
-    ITH_TRY(ith_attention_backward(ctx, ds.q, ds.k, ds.v, do_, in->q, in->k, s.v, a->o, a->lse,
-                                   b->seqs, scale_of(c->head_dim), true));
-    return ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, ds.q, ds.k, s.q, s.k,
+    ith_qkv dtokens = {ds.q, ds.k, ds.v}, dheads;
+    T do_heads;
+    if (ith_cp_size(m->mesh) > 1) /* packed: the gates lie between the heads of ds.q */
+        ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "q gradient", m->dtype, ds.q.shape[0],
+                           ds.q.shape[1], c->head_dim, &dtokens.q));
+    ITH_TRY(ith_sigmoid_gate_backward(ctx, do_, ds.gate, do_, in->o, s.gate));
+    ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->num_key_value_heads,
+                                           do_, &do_heads));
+    ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, dtokens, &dheads));
+    ITH_TRY(ith_attention_backward(ctx, dheads.q, dheads.k, dheads.v, do_heads, in->heads.q,
+                                   in->heads.k, in->heads.v, a->o, a->lse, b->seqs,
+                                   scale_of(c->head_dim), true));
+    ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, dtokens, dheads));
+    return ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, dtokens.q, ds.k, s.q, s.k,
                                      in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos, m->rope_sin,
                                      b->position_ids, m->norm_offset);
 }
@@ -659,21 +784,38 @@ static ith_status linear_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b
                     *conv = ith_layer_param(m, l, ITH_P_CONV),
                     *a_log = ith_layer_param(m, l, ITH_P_A_LOG),
                     *dt_bias = ith_layer_param(m, l, ITH_P_DT_BIAS);
-    int64_t t = b->num_tokens;
-    T dconv, dg, dbeta;
+    ith_head_share share = delta_share(m);
+    channels part[3];
+    int count = conv_channels(c, &share, part);
+    int64_t n = in->conv.shape[0], first = share.q_first, heads = share.q_count;
+    T do_heads, dconv, dg, dbeta, none = ith_tensor_none();
     linear_views s = split_linear(c, a->qkv), ds = split_linear(c, dproj);
-    ITH_TRY(push(ctx, "convolution gradient", m->dtype, t, conv_width(c), &dconv));
-    ITH_TRY(push(ctx, "decay and beta", ITH_F32, t, c->linear_num_value_heads, &dg));
-    ITH_TRY(push(ctx, "decay and beta", ITH_F32, t, c->linear_num_value_heads, &dbeta));
+    ith_head_parts to = delta_parts(c, &ds), from;
     ITH_TRY(ith_gated_rmsnorm_backward(ctx, do_, ds.z, norm->grad, do_, a->o, s.z, norm->w,
                                        (float)c->rms_norm_eps));
-    delta_views x = split_conv(c, in->conv), dx = split_conv(c, dconv);
-    ITH_TRY(ith_gated_delta_rule_backward(ctx, dx.q, dx.k, dx.v, dg, dbeta, do_, x.q, x.k, x.v,
-                                          in->g, in->beta, b->seqs,
+    ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->linear_num_key_heads,
+                                           do_, &do_heads));
+    ITH_TRY(ith_ulysses_push_parts_gradient(m->mesh, ctx, b->group_tokens, &to, &from));
+    linear_views d = delta_arrived(&from);
+    ITH_TRY(push(ctx, "convolution gradient", m->dtype, n, share_width(c, &share), &dconv));
+    ITH_TRY(push(ctx, "decay and beta", ITH_F32, n, heads, &dg));
+    ITH_TRY(push(ctx, "decay and beta", ITH_F32, n, heads, &dbeta));
+    ith_qkv x = split_conv(c, &share, in->conv), dx = split_conv(c, &share, dconv);
+    ITH_TRY(ith_gated_delta_rule_backward(ctx, dx.q, dx.k, dx.v, dg, dbeta, none, do_heads, x.q,
+                                          x.k, x.v, in->g, in->beta, none, b->seqs,
                                           scale_of(c->linear_key_head_dim)));
-    ITH_TRY(ith_gdn_gates_backward(ctx, ds.a, ds.b, a_log->grad, dt_bias->grad, dg, dbeta, s.a, s.b,
-                                   a_log->w, dt_bias->w));
-    return ith_conv1d_silu_backward(ctx, ds.u, conv->grad, dconv, s.u, conv->w, b->seqs);
+    ITH_TRY(ith_gdn_gates_backward(ctx, d.a, d.b, part_of(a_log->grad, first, heads),
+                                   part_of(dt_bias->grad, first, heads), dg, dbeta, in->delta.a,
+                                   in->delta.b, part_of(a_log->w, first, heads),
+                                   part_of(dt_bias->w, first, heads)));
+    for (int i = 0; i < count; i++) {
+        int64_t c0 = part[i].column, c1 = c0 + part[i].count;
+        ITH_TRY(ith_conv1d_silu_backward(
+            ctx, ith_col_range(d.u, c0, c1), part_of(conv->grad, part[i].first, part[i].count),
+            ith_col_range(dconv, c0, c1), ith_col_range(in->delta.u, c0, c1),
+            part_of(conv->w, part[i].first, part[i].count), b->seqs));
+    }
+    return ith_ulysses_parts_to_heads_backward(m->mesh, ctx, b->group_tokens, &to, &from);
 }
 
 /* dx: in, the gradient of x2; out, that of x. */
@@ -687,7 +829,9 @@ static ith_status mixer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     T gated, do_, dproj;
     if (!have_in)
         ITH_TRY(make_in(m, ctx, b, l, false, ith_tensor_none(), in));
-    ITH_TRY(gate_out(m, ctx, l, &gated));
+    if (!in->o.ndim)
+        ITH_TRY(output_to_tokens(m, ctx, b, l, in));
+    ITH_TRY(gate_out(m, ctx, l, in->o, &gated));
     ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, heads_2d(gated)));
     do_ = gated; /* read for the last time */
     ITH_TRY(ith_linear_backward_input(ctx, heads_2d(do_), dx, wo->w, false));
@@ -705,12 +849,15 @@ static ith_status mixer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
 static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
 {
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    mixer_in in;
+    mixer_in in = {0};
     bool have_in = false;
     ITH_TRY(ith_block_from_host(ctx, &m->acts[l]));
+    ITH_TRY(ith_model_gather_layer(m, ctx, l));
+    ITH_TRY(ith_model_open_grads(m, ctx, l));
     ITH_TRY(remake_mixer(m, ctx, b, l, &in, &have_in));
     ITH_TRY(ffn_backward(m, ctx, b, l, dx));
     ITH_TRY(mixer_backward(m, ctx, b, l, &in, have_in, dx));
+    ITH_TRY(ith_model_close_grads(m, ctx, l));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
     ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->acts[l].mark);
@@ -772,7 +919,7 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     const ith_hf_config *c = m->config;
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE), first = 0;
     T mixed, history = ith_tensor_none(), state = ith_tensor_none();
-    mixer_in in;
+    mixer_in in = {0};
     if (c->layer_is_linear[l]) {
         first = index_of_kind(c, l) * cache->batch;
         history = ith_row_range(cache->conv, first, first + cache->batch);
@@ -780,10 +927,10 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     }
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(make_in(m, ctx, b, l, true, history, &in));
-    ITH_TRY(push_mixer_out(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens));
+    ITH_TRY(push_mixer_out(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens, b->num_tokens));
     ITH_TRY(c->layer_is_linear[l] ? mix(m, ctx, b, l, state, &in)
                                   : attention_decode(m, ctx, b, l, cache, rows, prefill, &in));
-    ITH_TRY(project_out(m, ctx, l, &mixed));
+    ITH_TRY(project_out(m, ctx, l, m->acts[l].o, &mixed));
     ITH_TRY(ffn_forward(m, ctx, b, l, mixed));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     forget_unsaved(m, l, false);

@@ -9,6 +9,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "parallel/redeal.h"
+
 typedef ith_tensor T;
 
 #define LAYERNORM_EPS 1e-6F /* a constant of the published code, not a key */
@@ -365,12 +367,13 @@ static ith_status merge(ith_model *m, ith_ctx *ctx, T x, merger_acts *s)
                   &s->features);
 }
 
-ith_status ith_vision_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
+/* Features of this rank's frames, in the workspace. */
+static ith_status encode(ith_model *m, ith_ctx *ctx, const ith_vision_batch *vb, bool training,
+                         T *features)
 {
     const ith_hf_vision *v = &m->config->vision;
-    const ith_vision_batch *vb = &b->vision;
     int64_t n = vb->num_patches, blocks = training && !m->frozen.vision_tower ? v->depth : 0;
-    m->vision_mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS);
+    *features = ith_tensor_2d(NULL, m->dtype, 0, v->out_hidden_size);
     if (n == 0)
         return ITH_OK;
     /* inputs of all blocks and of the merger when the tower is trained, else one buffer */
@@ -392,7 +395,29 @@ ith_status ith_vision_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bo
     }
     merger_acts s;
     ITH_TRY(merge(m, ctx, block_input(m, blocks), &s));
-    ITH_TRY(ith_scatter_rows(ctx, m->stream, s.features, vb->rows));
+    *features = s.features;
+    return ITH_OK;
+}
+
+/* Features that this rank's rows read: of the group's, while counting, no more than its rows. */
+static int64_t features_read(const ith_model *m, const ith_ctx *ctx, const ith_batch *b)
+{
+    int64_t n = b->vision.rows.shape[0];
+    return ith_ctx_counting(ctx) && ith_cp_size(m->mesh) > 1 ? ith_min_i64(n, b->num_tokens) : n;
+}
+
+ith_status ith_vision_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
+{
+    const ith_vision_batch *vb = &b->vision;
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T features, mine;
+    m->vision_mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS);
+    if (vb->group_features == 0)
+        return ITH_OK;
+    ITH_TRY(encode(m, ctx, vb, training, &features));
+    ITH_TRY(ith_redeal_rows(m->mesh, ctx, "image features", features, vb->encoded, vb->read,
+                            features_read(m, ctx, b), &mine));
+    ITH_TRY(ith_scatter_rows(ctx, m->stream, mine, ith_row_range(vb->rows, 0, mine.shape[0])));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     if (!training)
         ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->vision_mark);
@@ -401,22 +426,17 @@ ith_status ith_vision_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bo
 
 /* ---- backward ---- */
 
-/* Gradient of the merger's input into dx; those rows of dstream become zero. */
-static ith_status merger_backward(ith_model *m, ith_ctx *ctx, const ith_vision_batch *vb, T dstream,
-                                  T x, T dx)
+/* Gradient of the merger's input into dx. */
+static ith_status merger_backward(ith_model *m, ith_ctx *ctx, T dfeatures, T x, T dx)
 {
     const ith_hf_vision *v = &m->config->vision;
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE), rows = vb->rows.shape[0];
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE), rows = dfeatures.shape[0];
     merger_acts s;
-    T dfeatures, da, dn;
+    T da, dn;
     ITH_TRY(merge(m, ctx, x, &s));
-    ITH_TRY(push(ctx, "image feature gradient", m->dtype, rows, v->out_hidden_size, &dfeatures));
-    ITH_TRY(ith_gather_rows(ctx, dfeatures, dstream, vb->rows));
     ITH_TRY(push(ctx, "merger hidden gradient", m->dtype, rows, s.h.shape[1], &da));
     ITH_TRY(
         affine_backward(ctx, da, dfeatures, s.a, tower_param(m, V_FC2_W), tower_param(m, V_FC2_B)));
-    ITH_TRY(ith_zero(ctx, dfeatures)); /* the pad token's embedding gets nothing */
-    ITH_TRY(ith_scatter_rows(ctx, dstream, dfeatures, vb->rows));
     ITH_TRY(ith_gelu_backward(ctx, da, da, s.h, false));
     ITH_TRY(push(ctx, "vision gradient", m->dtype, x.shape[0], v->hidden_size, &dn));
     ITH_TRY(affine_backward(ctx, merged_view(v, dn), da, merged_view(v, s.n.y),
@@ -447,21 +467,37 @@ static ith_status patches_backward(ith_model *m, ith_ctx *ctx, const ith_vision_
     return ITH_OK;
 }
 
+/* The tower from the gradient of this rank's features. */
+static ith_status encode_backward(ith_model *m, ith_ctx *ctx, const ith_vision_batch *vb,
+                                  T dfeatures)
+{
+    const ith_hf_vision *v = &m->config->vision;
+    int64_t saved = m->vision_x.shape[0] - 1;
+    T dx;
+    ITH_TRY(push(ctx, "vision gradient", m->dtype, vb->num_patches, v->hidden_size, &dx));
+    ITH_TRY(merger_backward(m, ctx, dfeatures, block_input(m, saved), dx));
+    for (int64_t i = saved - 1; i >= 0; i--)
+        ITH_WRAP(block_backward(m, ctx, vb, i, block_input(m, i), dx), ctx->err,
+                 "vision block %lld backward", (long long)i);
+    return m->frozen.vision_tower ? ITH_OK : patches_backward(m, ctx, vb, dx);
+}
+
 ith_status ith_vision_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, T dstream)
 {
     const ith_hf_vision *v = &m->config->vision;
     const ith_vision_batch *vb = &b->vision;
-    if (vb->num_patches) {
-        int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-        T dx;
-        int64_t saved = m->vision_x.shape[0] - 1;
-        ITH_TRY(push(ctx, "vision gradient", m->dtype, vb->num_patches, v->hidden_size, &dx));
-        ITH_TRY(merger_backward(m, ctx, vb, dstream, block_input(m, saved), dx));
-        for (int64_t i = saved - 1; i >= 0; i--)
-            ITH_WRAP(block_backward(m, ctx, vb, i, block_input(m, i), dx), ctx->err,
-                     "vision block %lld backward", (long long)i);
-        if (!m->frozen.vision_tower)
-            ITH_TRY(patches_backward(m, ctx, vb, dx));
+    if (vb->group_features) {
+        int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE), read = features_read(m, ctx, b);
+        int64_t own = vb->num_patches / merge_count(v);
+        T rows = ith_row_range(vb->rows, 0, read), dread, dfeatures;
+        ITH_TRY(push(ctx, "image feature gradient", m->dtype, read, v->out_hidden_size, &dread));
+        ITH_TRY(ith_gather_rows(ctx, dread, dstream, rows));
+        ITH_TRY(ith_redeal_rows(m->mesh, ctx, "image feature gradient", dread, vb->read,
+                                vb->encoded, own, &dfeatures));
+        if (vb->num_patches)
+            ITH_TRY(encode_backward(m, ctx, vb, dfeatures));
+        ITH_TRY(ith_zero(ctx, dread)); /* the pad token's embedding gets nothing */
+        ITH_TRY(ith_scatter_rows(ctx, dstream, dread, rows));
         ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     }
     ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->vision_mark);

@@ -2,7 +2,8 @@
  *
  * Patches come in merge-block order: spatial_merge_size^2 patches that become one feature lie
  * together. All items of a micro-batch go through the tower at once; attention is whole within each
- * temporal patch of each item, and nowhere else. */
+ * temporal patch (frame) of each item, and nowhere else. So the ranks of a cp group share the
+ * frames out: each is encoded once, and its features go to the ranks whose rows they are. */
 #ifndef ITH_MODEL_VISION_H
 #define ITH_MODEL_VISION_H
 

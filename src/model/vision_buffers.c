@@ -1,5 +1,5 @@
-/* vision_buffers.c - see the header. Invariant: the walk that counts and the one that runs use the
- * same views, cut to the batch. */
+/* vision_buffers.c - see the header. Invariants: 1. the walk that counts and the one that runs use
+ * the same views, cut to the batch. 2. Every rank of a cp group computes the same shares. */
 #include "model/vision_buffers.h"
 
 typedef ith_tensor T;
@@ -29,13 +29,23 @@ static ith_status push_host(ith_ctx *ctx, int64_t bytes, void *out)
     return ITH_OK;
 }
 
+/* Patches that one rank encodes at most; see share_out. */
+static int64_t largest_share(const ith_model *m, ith_vision_limits l)
+{
+    int64_t cp = ith_cp_size(m->mesh);
+    return cp == 1 ? l.max_patches
+                   : ith_min_i64(l.max_patches,
+                                 ith_div_ceil(l.max_patches, cp) + l.max_segment_patches);
+}
+
 ith_status ith_vision_buffers_place(ith_vision_buffers *b, const ith_model *m, ith_ctx *ctx,
                                     ith_vision_limits limits)
 {
     *b = (ith_vision_buffers){.limits = limits};
-    int64_t n = limits.max_patches, half = m->has_vision ? half_dim(m) : 0;
-    if (!m->has_vision || n == 0)
+    int64_t half = m->has_vision ? half_dim(m) : 0, cp = ith_cp_size(m->mesh);
+    if (!m->has_vision || limits.max_patches == 0)
         return ITH_OK;
+    int64_t n = largest_share(m, limits);
     int64_t width = ith_vision_patch_width(&m->config->vision), size = ith_dtype_bytes(m->dtype);
     ITH_TRY(push(ctx, m->dtype, n, width, &b->pixels));
     ITH_TRY(push(ctx, ITH_I32, n, 4, &b->corners));
@@ -44,21 +54,27 @@ ith_status ith_vision_buffers_place(ith_vision_buffers *b, const ith_model *m, i
     ITH_TRY(push(ctx, m->dtype, n, half, &b->sin));
     ITH_TRY(push(ctx, ITH_I32, 4 * n, 0, &b->order));
     ITH_TRY(push(ctx, ITH_I32, limits.max_segments + 1, 0, &b->cu_seqlens));
-    ITH_TRY(push(ctx, ITH_I32, features_of(m, n), 0, &b->rows));
+    ITH_TRY(push(ctx, ITH_I32, features_of(m, limits.max_patches), 0, &b->rows));
     ITH_TRY(push_host(ctx, n * 16, &b->host.corners));
     ITH_TRY(push_host(ctx, n * 16, &b->host.corner_weights));
     ITH_TRY(push_host(ctx, n * half * 4, &b->host.cos));
     ITH_TRY(push_host(ctx, n * half * 4, &b->host.sin));
     ITH_TRY(push_host(ctx, (limits.max_segments + 1) * 4, &b->host.cu_seqlens));
     ITH_TRY(push_host(ctx, n * 16, &b->host_order));
-    ITH_TRY(push_host(ctx, features_of(m, n) * 4 + 4, &b->host_rows));
+    ITH_TRY(push_host(ctx, features_of(m, limits.max_patches) * 4 + 4, &b->host_rows));
+    ITH_TRY(push_host(ctx, limits.max_segments * (int64_t)sizeof *b->own, &b->own));
+    ITH_TRY(push_host(ctx, (cp + 1) * 8, &b->encoded));
+    ITH_TRY(push_host(ctx, (cp + 1) * 8, &b->read));
     return push_host(ctx, n * ith_max_i64(width, half) * size, &b->host_typed);
 }
 
-static ith_vision_batch bind(const ith_vision_buffers *b, const ith_model *m, int64_t n,
-                             int64_t segments, int64_t max_len, const int32_t *cu)
+static ith_vision_batch bind(const ith_vision_buffers *b, int64_t n, int64_t segments,
+                             int64_t max_len, const int32_t *cu, int64_t features, int64_t rows)
 {
     ith_vision_batch v = {.num_patches = n,
+                          .group_features = features,
+                          .encoded = b->encoded,
+                          .read = b->read,
                           .pixels = ith_row_range(b->pixels, 0, n),
                           .corners = ith_row_range(b->corners, 0, n),
                           .corner_weights = ith_row_range(b->corner_weights, 0, n),
@@ -70,7 +86,7 @@ static ith_vision_batch bind(const ith_vision_buffers *b, const ith_model *m, in
                                        .cu_host = cu,
                                        .num_docs = segments,
                                        .max_len = max_len},
-                          .rows = ith_row_range(b->rows, 0, features_of(m, n))};
+                          .rows = ith_row_range(b->rows, 0, rows)};
     return v;
 }
 
@@ -78,8 +94,9 @@ ith_vision_batch ith_vision_buffers_largest(const ith_vision_buffers *b, const i
 {
     if (!b->pixels.ndim)
         return (ith_vision_batch){0};
-    return bind(b, m, b->limits.max_patches, b->limits.max_segments, b->limits.max_segment_patches,
-                NULL);
+    int64_t features = features_of(m, b->limits.max_patches);
+    return bind(b, largest_share(m, b->limits), b->limits.max_segments,
+                b->limits.max_segment_patches, NULL, features, features);
 }
 
 /* f32 values in the model's type, through the staging buffer. */
@@ -96,11 +113,62 @@ static bool is_media(const ith_hf_config *c, int32_t id)
     return id >= 0 && (id == c->image_token_id || id == c->video_token_id);
 }
 
+/* The frames of this rank: those whose middle patch lies in its part of all patches, so ranks have
+ * stretches of frames in order. Fills b->own and b->encoded; *first patch, returns how many grids.
+ */
+static int64_t share_out(ith_vision_buffers *b, const ith_model *m, const ith_micro_batch *batch,
+                         int64_t patches, int64_t *first)
+{
+    int64_t cp = ith_cp_size(m->mesh), me = cp > 1 ? m->mesh->cp_rank : 0, at = 0, owner = 0;
+    int64_t count = 0;
+    b->encoded[0] = 0;
+    *first = 0;
+    for (int64_t i = 0; i < batch->num_grids; i++) {
+        ith_grid g = batch->grids[i];
+        int64_t frame = (int64_t)g.h * g.w;
+        for (int64_t t = 0; t < g.t; t++, at += frame) {
+            int64_t rank = (2 * at + frame) * cp / (2 * patches);
+            while (owner < rank)
+                b->encoded[++owner] = features_of(m, at);
+            if (rank != me)
+                continue;
+            *first = count ? *first : at;
+            b->own[count++] = (ith_grid){1, g.h, g.w};
+        }
+    }
+    while (owner < cp)
+        b->encoded[++owner] = features_of(m, patches);
+    return count;
+}
+
+/* Rows of this rank's slice that features replace into b->host_rows, and b->read. */
+static int64_t find_rows(ith_vision_buffers *b, const ith_model *m, const ith_micro_batch *batch,
+                         int64_t features)
+{
+    int64_t cp = ith_cp_size(m->mesh), me = cp > 1 ? m->mesh->cp_rank : 0, found = 0, rows = 0;
+    for (int64_t r = 0; r < cp; r++) {
+        int64_t begin = ith_cp_first(m->mesh, batch->num_tokens, r),
+                end = ith_cp_first(m->mesh, batch->num_tokens, r + 1);
+        b->read[r] = found;
+        for (int64_t t = begin; t < end; t++) {
+            if (!is_media(m->config, batch->ids[t]))
+                continue;
+            ITH_ASSERT(found < features);
+            found++;
+            if (r == me)
+                b->host_rows[rows++] = (int32_t)(t - begin);
+        }
+    }
+    b->read[cp] = found;
+    ITH_ASSERT(found == features); /* ith_mrope_positions has checked it */
+    return rows;
+}
+
 ith_status ith_vision_buffers_fill(ith_vision_buffers *b, const ith_model *m, ith_ctx *ctx,
                                    const ith_micro_batch *batch, ith_vision_batch *out)
 {
     ith_device *d = ctx->device;
-    int64_t n = 0, rows = 0, segments = 0;
+    int64_t n = 0, segments = 0, first = 0;
     *out = (ith_vision_batch){0};
     for (int64_t i = 0; i < batch->num_grids; i++) {
         n += ith_grid_patches(batch->grids[i]);
@@ -110,18 +178,17 @@ ith_status ith_vision_buffers_fill(ith_vision_buffers *b, const ith_model *m, it
         return ITH_OK;
     ITH_ASSERT(n <= b->limits.max_patches && segments <= b->limits.max_segments);
     ITH_TRY(d->sync(d, ctx->err));
-    ith_vision_lay_out(&m->config->vision, batch->grids, batch->num_grids, &b->host);
+    int64_t features = features_of(m, n), grids = share_out(b, m, batch, n, &first);
+    int64_t rows = find_rows(b, m, batch, features);
+    ith_vision_lay_out(&m->config->vision, b->own, grids, &b->host);
+    n = b->host.cu_seqlens[grids];
     ITH_ASSERT(b->host.max_len <= b->limits.max_segment_patches);
-    for (int64_t t = 0; t < batch->num_tokens; t++)
-        if (is_media(m->config, batch->ids[t])) {
-            ITH_ASSERT(rows < features_of(m, n));
-            b->host_rows[rows++] = (int32_t)t;
-        }
-    ITH_ASSERT(rows == features_of(m, n)); /* ith_mrope_positions has checked it */
+    ITH_ASSERT(n <= largest_share(m, b->limits));
     for (int64_t i = 0; i < 4 * n; i++)
         b->host_order[i] = (int32_t)i;
-    *out = bind(b, m, n, segments, b->host.max_len, b->host.cu_seqlens);
-    ITH_TRY(upload_typed(b, ctx, out->pixels, batch->pixels));
+    *out = bind(b, n, grids, b->host.max_len, b->host.cu_seqlens, features, rows);
+    ITH_TRY(upload_typed(b, ctx, out->pixels,
+                         batch->pixels + first * ith_vision_patch_width(&m->config->vision)));
     ITH_TRY(upload_typed(b, ctx, out->cos, b->host.cos));
     ITH_TRY(upload_typed(b, ctx, out->sin, b->host.sin));
     const struct {

@@ -5,7 +5,8 @@
 #include "data/batching.h"
 #include "model/vision.h"
 
-/* Largest counts of a micro-batch. max_patches 0: no media. */
+/* Largest counts of a micro-batch (the whole one, also where a cp group shares it out). max_patches
+ * 0: no media. */
 typedef struct {
     int64_t max_patches, max_segments, max_segment_patches;
 } ith_vision_limits;
@@ -14,6 +15,8 @@ typedef struct {
     ith_vision_limits limits;
     ith_tensor pixels, corners, corner_weights, cos, sin, order, cu_seqlens, rows;
     ith_vision_layout host; /* and staging of what is uploaded */
+    ith_grid *own;          /* frames of this rank as grids */
+    int64_t *encoded, *read;
     int32_t *host_order, *host_rows;
     char *host_typed; /* one array in the model's type */
 } ith_vision_buffers;

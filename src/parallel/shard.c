@@ -72,9 +72,10 @@ ith_tensor ith_shard_slice(const ith_shard *s, int64_t block, ith_tensor t)
 {
     if (!t.ndim)
         return t;
-    int64_t n = s->shard_first[block + 1] - s->shard_first[block];
-    bool whole = t.shape[0] == s->block_first[s->num_blocks];
-    ITH_ASSERT(t.ndim == 1 && (whole || t.shape[0] == ith_shard_elements(s)));
+    int64_t n = s->shard_first[block + 1] - s->shard_first[block], last = s->num_blocks;
+    bool whole = t.shape[0] == s->block_first[last] || t.shape[0] == s->block_first[last - 1];
+    ITH_ASSERT(t.ndim == 1 && (whole || t.shape[0] == s->shard_first[last] ||
+                               t.shape[0] == s->shard_first[last - 1]));
     int64_t first = whole ? ith_shard_slice_first(s, block) : s->shard_first[block];
     return ith_row_range(t, first, first + n);
 }

@@ -3,9 +3,9 @@
  * The flat layout of a model is a row of blocks: embeddings, one per layer, the rest. Every block
  * is cut into one slice per rank, so that a block is gathered or reduced by all ranks at once; the
  * shard of a rank is its slices, one after the other. A tensor is whole or a shard, told apart by
- * its size. Sums are in rank order, in double: the slices of a reduce-scatter have the bits of an
- * all-reduce. All calls but the views are collective over the world; while the plan counts, nothing
- * is sent. */
+ * its size; it may end before the last block (whose elements then have another type). Sums are in
+ * rank order, in double: the slices of a reduce-scatter have the bits of an all-reduce. All calls
+ * but the views are collective over the world; while the plan counts, nothing is sent. */
 #ifndef ITH_PARALLEL_SHARD_H
 #define ITH_PARALLEL_SHARD_H
 

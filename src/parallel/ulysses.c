@@ -68,24 +68,26 @@ static T head_cols(T t, int64_t first, int64_t count)
 
 /* ---- blocks between ranks ---- */
 
-/* Columns of a block: q heads, then (with_kv) k heads and v heads, of rank j. */
-static int64_t block_width(const ith_head_share *s, bool with_kv, int64_t dim)
-{
-    return (s->q_count + (with_kv ? 2 * s->kv_count : 0)) * dim;
-}
-
 typedef struct {
     const ith_mesh *mesh;
     int64_t n, tokens; /* of the group, of this rank */
-    int64_t q_heads, kv_heads, dim;
-    bool with_kv;
+    int64_t q_heads, kv_heads;
     ith_dtype dtype;
+    int count;
+    struct {
+        int64_t dim;
+        bool kv;
+    } part[ITH_HEAD_PARTS];
 } layout;
 
-static layout make_layout(const ith_mesh *mesh, int64_t n, int64_t tokens, T q, int64_t q_heads,
-                          int64_t kv_heads, bool with_kv)
+static layout make_layout(const ith_mesh *mesh, int64_t n, int64_t tokens, const ith_head_parts *p)
 {
-    layout l = {mesh, n, tokens, q_heads, kv_heads, q.shape[2], with_kv, q.dtype};
+    layout l = {mesh, n, tokens, p->q_heads, p->kv_heads, p->t[0].dtype, p->count, {{0, false}}};
+    for (int i = 0; i < p->count; i++) {
+        ITH_ASSERT(p->t[i].ndim == 3 && p->t[i].dtype == l.dtype);
+        l.part[i].dim = p->t[i].shape[2];
+        l.part[i].kv = p->kv[i];
+    }
     return l;
 }
 
@@ -94,34 +96,58 @@ static ith_head_share share_of(const layout *l, int64_t rank)
     return ith_ulysses_share(l->q_heads, l->kv_heads, l->mesh->cp_size, rank);
 }
 
+/* Heads of part i in a share: *first of all of them, and how many. */
+static int64_t heads_of(const layout *l, const ith_head_share *s, int i, int64_t *first)
+{
+    *first = l->part[i].kv ? s->kv_first : s->q_first;
+    return l->part[i].kv ? s->kv_count : s->q_count;
+}
+
+/* Columns of a block before part i. */
+static int64_t column_of(const layout *l, const ith_head_share *s, int i)
+{
+    int64_t width = 0, first;
+    for (int k = 0; k < i; k++)
+        width += heads_of(l, s, k, &first) * l->part[k].dim;
+    return width;
+}
+
+static int64_t block_width(const layout *l, const ith_head_share *s)
+{
+    return column_of(l, s, l->count);
+}
+
 static int64_t own_width(const layout *l)
 {
     ith_head_share s = share_of(l, l->mesh->cp_rank);
-    return block_width(&s, l->with_kv, l->dim);
+    return block_width(l, &s);
 }
 
-/* Elements that a rank's tokens are in all blocks together. */
-static int64_t staged_elements(const layout *l)
+/* Columns of the blocks of ranks [0, j). */
+static int64_t width_before(const layout *l, int64_t j)
 {
     int64_t width = 0;
-    for (int64_t j = 0; j < l->mesh->cp_size; j++) {
-        ith_head_share s = share_of(l, j);
-        width += block_width(&s, l->with_kv, l->dim);
+    for (int64_t i = 0; i < j; i++) {
+        ith_head_share s = share_of(l, i);
+        width += block_width(l, &s);
     }
-    return l->tokens * width;
+    return width;
 }
 
 /* Block of rank j in the staging: [tokens, width_j]. */
 static T staged_block(const layout *l, T staging, int64_t j, ith_head_share *share)
 {
-    int64_t before = 0;
-    for (int64_t i = 0; i < j; i++) {
-        ith_head_share s = share_of(l, i);
-        before += block_width(&s, l->with_kv, l->dim);
-    }
     *share = share_of(l, j);
-    char *data = (char *)staging.data + l->tokens * before * ith_dtype_bytes(l->dtype);
-    return ith_tensor_2d(data, l->dtype, l->tokens, block_width(share, l->with_kv, l->dim));
+    char *data = (char *)staging.data + l->tokens * width_before(l, j) * ith_dtype_bytes(l->dtype);
+    return ith_tensor_2d(data, l->dtype, l->tokens, block_width(l, share));
+}
+
+/* Part i of a block, heads [from, from + count) of the share's, as columns. */
+static T block_heads(const layout *l, const ith_head_share *s, T block, int i, int64_t from,
+                     int64_t count)
+{
+    int64_t dim = l->part[i].dim, at = column_of(l, s, i) + from * dim;
+    return ith_col_range(block, at, at + count * dim);
 }
 
 /* staging -> rows [n, own width] (to_heads), or back. */
@@ -147,47 +173,44 @@ static ith_status exchange(const layout *l, ith_ctx *ctx, T staging, T rows, boo
 
 static ith_status push_staging(const layout *l, ith_ctx *ctx, T *out)
 {
-    return ith_ctx_push(ctx, ITH_MEM_COMM, "ulysses blocks", l->dtype, 1, staged_elements(l), 1, 1,
-                        1, out);
+    return ith_ctx_push(ctx, ITH_MEM_COMM, "ulysses blocks", l->dtype, 1,
+                        l->tokens * width_before(l, l->mesh->cp_size), 1, 1, 1, out);
 }
 
-/* q, k, v of this rank's heads as views of rows [n, own width]. */
-static ith_qkv head_views(const layout *l, T rows)
+/* This rank's heads of every part as views of rows [n, own width]. */
+static void head_views(const layout *l, T rows, ith_head_parts *out)
 {
     ith_head_share s = share_of(l, l->mesh->cp_rank);
-    int64_t q = s.q_count * l->dim, kv = s.kv_count * l->dim;
-    ith_qkv v = {ith_split_heads(ith_col_range(rows, 0, q), s.q_count),
-                 ith_split_heads(ith_col_range(rows, q, q + kv), s.kv_count),
-                 ith_split_heads(ith_col_range(rows, q + kv, q + 2 * kv), s.kv_count)};
-    return v;
+    for (int i = 0; i < l->count; i++) {
+        int64_t first, count = heads_of(l, &s, i, &first);
+        out->t[i] = ith_split_heads(block_heads(l, &s, rows, i, 0, count), count);
+    }
 }
 
 /* ---- the verbs ---- */
 
-ith_status ith_ulysses_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv in,
-                                ith_qkv *out)
+ith_status ith_ulysses_parts_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
+                                      const ith_head_parts *in, ith_head_parts *out)
 {
-    if (ith_cp_size(mesh) == 1) {
-        *out = in;
+    *out = *in;
+    if (ith_cp_size(mesh) == 1)
         return ITH_OK;
-    }
-    layout l = make_layout(mesh, n, in.q.shape[0], in.q, in.q.shape[1], in.k.shape[1], true);
+    layout l = make_layout(mesh, n, in->t[0].shape[0], in);
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM);
     T staging, rows;
     ITH_TRY(push_staging(&l, ctx, &staging));
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "q, k, v of all tokens", l.dtype, 2, n,
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "heads of all tokens", l.dtype, 2, n,
                          own_width(&l), 1, 1, &rows));
-    *out = head_views(&l, rows);
+    head_views(&l, rows, out);
     if (!ith_ctx_counting(ctx)) {
         for (int64_t j = 0; j < mesh->cp_size; j++) {
             ith_head_share s;
             T block = staged_block(&l, staging, j, &s);
-            int64_t q = s.q_count * l.dim, kv = s.kv_count * l.dim;
-            copy_rows(ctx, ith_col_range(block, 0, q), head_cols(in.q, s.q_first, s.q_count));
-            copy_rows(ctx, ith_col_range(block, q, q + kv),
-                      head_cols(in.k, s.kv_first, s.kv_count));
-            copy_rows(ctx, ith_col_range(block, q + kv, q + 2 * kv),
-                      head_cols(in.v, s.kv_first, s.kv_count));
+            for (int i = 0; i < l.count; i++) {
+                int64_t first, count = heads_of(&l, &s, i, &first);
+                copy_rows(ctx, block_heads(&l, &s, block, i, 0, count),
+                          head_cols(in->t[i], first, count));
+            }
         }
         ITH_TRY(exchange(&l, ctx, staging, rows, true));
     }
@@ -195,63 +218,98 @@ ith_status ith_ulysses_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, i
     return ITH_OK;
 }
 
-ith_status ith_ulysses_push_gradient(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv in,
-                                     ith_qkv *out)
+ith_status ith_ulysses_push_parts_gradient(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
+                                           const ith_head_parts *in, ith_head_parts *out)
 {
-    if (ith_cp_size(mesh) == 1) {
-        *out = in;
+    *out = *in;
+    if (ith_cp_size(mesh) == 1)
         return ITH_OK;
-    }
-    layout l = make_layout(mesh, n, in.q.shape[0], in.q, in.q.shape[1], in.k.shape[1], true);
+    layout l = make_layout(mesh, n, in->t[0].shape[0], in);
     T rows;
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "qkv gradient of all tokens", l.dtype, 2, n,
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "gradient of heads of all tokens", l.dtype, 2, n,
                          own_width(&l), 1, 1, &rows));
-    *out = head_views(&l, rows);
+    head_views(&l, rows, out);
     return ITH_OK;
 }
 
-/* Gradient of the kv head from block j: the first rank that holds it writes, the others add. */
-static ith_status put_kv(ith_ctx *ctx, const ith_head_share *s, T block, int64_t q, ith_qkv din,
-                         int64_t next_kv)
+/* Gradients from block j: the first rank that holds a head writes, the others add. */
+static ith_status unpack_gradient(const layout *l, ith_ctx *ctx, const ith_head_share *s, T block,
+                                  const ith_head_parts *din, int64_t next_kv)
 {
-    int64_t dim = din.k.shape[2], kv = s->kv_count * dim;
-    for (int64_t h = 0; h < s->kv_count; h++) {
-        T from[2] = {ith_col_range(block, q + h * dim, q + (h + 1) * dim),
-                     ith_col_range(block, q + kv + h * dim, q + kv + (h + 1) * dim)};
-        T to[2] = {head_cols(din.k, s->kv_first + h, 1), head_cols(din.v, s->kv_first + h, 1)};
-        for (int i = 0; i < 2; i++) {
-            if (s->kv_first + h >= next_kv)
-                copy_rows(ctx, to[i], from[i]);
+    for (int i = 0; i < l->count; i++) {
+        int64_t first, count = heads_of(l, s, i, &first);
+        for (int64_t h = 0; h < count; h++) {
+            int64_t step = l->part[i].kv ? 1 : count;
+            T from = block_heads(l, s, block, i, h, step),
+              to = head_cols(din->t[i], first + h, step);
+            if (l->part[i].kv && first + h < next_kv)
+                ITH_TRY(ith_add(ctx, to, to, from));
             else
-                ITH_TRY(ith_add(ctx, to[i], to[i], from[i]));
+                copy_rows(ctx, to, from);
+            h += step - 1;
         }
     }
     return ITH_OK;
 }
 
-ith_status ith_ulysses_to_heads_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv din,
-                                         ith_qkv dout)
+ith_status ith_ulysses_parts_to_heads_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
+                                               const ith_head_parts *din,
+                                               const ith_head_parts *dout)
 {
     if (ith_cp_size(mesh) == 1)
         return ITH_OK;
-    layout l = make_layout(mesh, n, din.q.shape[0], din.q, din.q.shape[1], din.k.shape[1], true);
+    layout l = make_layout(mesh, n, din->t[0].shape[0], din);
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM), next_kv = 0;
-    T staging, rows = ith_tensor_2d(dout.q.data, l.dtype, n, own_width(&l));
-    ITH_ASSERT(dout.q.stride[0] == own_width(&l));
+    T staging, rows = ith_tensor_2d(dout->t[0].data, l.dtype, n, own_width(&l));
+    ITH_ASSERT(dout->t[0].stride[0] == own_width(&l));
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         ITH_TRY(exchange(&l, ctx, staging, rows, false));
         for (int64_t j = 0; j < mesh->cp_size; j++) {
             ith_head_share s;
             T block = staged_block(&l, staging, j, &s);
-            int64_t q = s.q_count * l.dim;
-            copy_rows(ctx, head_cols(din.q, s.q_first, s.q_count), ith_col_range(block, 0, q));
-            ITH_TRY(put_kv(ctx, &s, block, q, din, next_kv));
+            ITH_TRY(unpack_gradient(&l, ctx, &s, block, din, next_kv));
             next_kv = s.kv_first + s.kv_count;
         }
     }
     ith_plan_release(ctx->plan, ITH_MEM_COMM, mark);
     return ITH_OK;
+}
+
+static ith_head_parts parts_of(ith_qkv x)
+{
+    ith_head_parts p = {3, x.q.shape[1], x.k.shape[1], {x.q, x.k, x.v}, {false, true, true}};
+    return p;
+}
+
+static ith_qkv qkv_of(const ith_head_parts *p)
+{
+    return (ith_qkv){p->t[0], p->t[1], p->t[2]};
+}
+
+ith_status ith_ulysses_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv in,
+                                ith_qkv *out)
+{
+    ith_head_parts from = parts_of(in), to;
+    ITH_TRY(ith_ulysses_parts_to_heads(mesh, ctx, n, &from, &to));
+    *out = qkv_of(&to);
+    return ITH_OK;
+}
+
+ith_status ith_ulysses_push_gradient(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv in,
+                                     ith_qkv *out)
+{
+    ith_head_parts from = parts_of(in), to;
+    ITH_TRY(ith_ulysses_push_parts_gradient(mesh, ctx, n, &from, &to));
+    *out = qkv_of(&to);
+    return ITH_OK;
+}
+
+ith_status ith_ulysses_to_heads_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv din,
+                                         ith_qkv dout)
+{
+    ith_head_parts to = parts_of(din), from = parts_of(dout);
+    return ith_ulysses_parts_to_heads_backward(mesh, ctx, n, &to, &from);
 }
 
 ith_status ith_ulysses_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, int64_t q_heads,
@@ -264,11 +322,13 @@ ith_status ith_ulysses_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, 
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM);
     int64_t tokens = ith_ctx_counting(ctx) ? ith_div_ceil(n, mesh->cp_size)
                                            : ith_cp_end(mesh, n) - ith_cp_begin(mesh, n);
-    layout l = make_layout(mesh, n, tokens, o, q_heads, kv_heads, false);
+    ith_head_parts part = {1, q_heads, kv_heads, {o}, {false}};
+    layout l = make_layout(mesh, n, tokens, &part);
     T staging;
     ITH_ASSERT(ith_is_contiguous(o) && o.shape[0] == n);
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention output of own tokens", l.dtype, 3,
-                         tokens, q_heads, l.dim, 1, out));
+    if (!out->ndim)
+        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention output of own tokens", l.dtype, 3,
+                             tokens, q_heads, o.shape[2], 1, out));
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         ITH_TRY(exchange(&l, ctx, staging, o, false));
@@ -290,11 +350,12 @@ ith_status ith_ulysses_to_tokens_backward(const ith_mesh *mesh, ith_ctx *ctx, in
         return ITH_OK;
     }
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM);
-    layout l = make_layout(mesh, n, dout.shape[0], dout, dout.shape[1], kv_heads, false);
+    ith_head_parts part = {1, dout.shape[1], kv_heads, {dout}, {false}};
+    layout l = make_layout(mesh, n, dout.shape[0], &part);
     ith_head_share own = share_of(&l, mesh->cp_rank);
     T staging;
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention output gradient of all tokens", l.dtype,
-                         3, n, own.q_count, l.dim, 1, do_));
+                         3, n, own.q_count, dout.shape[2], 1, do_));
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         for (int64_t j = 0; j < mesh->cp_size; j++) {

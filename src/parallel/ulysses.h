@@ -28,6 +28,17 @@ typedef struct {
     ith_tensor q, k, v;
 } ith_qkv;
 
+#define ITH_HEAD_PARTS 5
+/* What travels together: views [rows, heads, dim] of one type, rows may be strided. A part has the
+ * query heads, or (kv) the key/value heads. Linear attention: value heads are the query heads, key
+ * heads the kv heads, and per-head numbers are parts of dim 1. */
+typedef struct {
+    int count;
+    int64_t q_heads, kv_heads; /* of all ranks */
+    ith_tensor t[ITH_HEAD_PARTS];
+    bool kv[ITH_HEAD_PARTS];
+} ith_head_parts;
+
 ith_head_share ith_ulysses_share(int64_t q_heads, int64_t kv_heads, int64_t cp_size, int64_t rank);
 /* This rank's. */
 ith_head_share ith_ulysses_own_share(const ith_mesh *mesh, int64_t q_heads, int64_t kv_heads);
@@ -41,7 +52,15 @@ ith_status ith_ulysses_push_gradient(const ith_mesh *mesh, ith_ctx *ctx, int64_t
 /* Adjoint of to_heads: din from dout, which push_gradient made. */
 ith_status ith_ulysses_to_heads_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv din,
                                          ith_qkv dout);
-/* o [n,Hme,Dh] of all tokens to out [S,Hq,Dh], pushed. */
+/* The three verbs above for any parts. The columns of *out lie in the order of the parts. */
+ith_status ith_ulysses_parts_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
+                                      const ith_head_parts *in, ith_head_parts *out);
+ith_status ith_ulysses_push_parts_gradient(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
+                                           const ith_head_parts *in, ith_head_parts *out);
+ith_status ith_ulysses_parts_to_heads_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
+                                               const ith_head_parts *din,
+                                               const ith_head_parts *dout);
+/* o [n,Hme,Dh] of all tokens to out [S,Hq,Dh], pushed unless there is a tensor already. */
 ith_status ith_ulysses_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, int64_t q_heads,
                                  int64_t kv_heads, ith_tensor o, ith_tensor *out);
 /* Adjoint of to_tokens: dout [S,Hq,Dh] to do [n,Hme,Dh], pushed. */

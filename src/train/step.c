@@ -33,8 +33,8 @@ static ith_status place_optimizer(ith_step *s)
     ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "AdamW v", moments, n, &s->v));
     const T all[] = {s->master, s->m, s->v, model->w};
     model->num_sharded = 0;
-    for (int i = 0; model->shard && i < 4; i++)
-        if (all[i].ndim && all[i].shape[0] == n)
+    for (int i = 0; model->shard && i < (model->zero_stage < 3 ? 3 : 4); i++)
+        if (all[i].ndim)
             model->sharded[model->num_sharded++] = all[i];
     if (ith_ctx_counting(ctx))
         return ITH_OK;
@@ -68,8 +68,12 @@ static ith_status place_all(ith_step *s)
     ITH_TRY(ith_vision_buffers_place(&s->vision, s->model, ctx, c->vision));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_docs + 1, &s->cu_seqlens));
     s->noisy = ith_tensor_none();
+    s->group_position_ids = s->position_ids;
     if (c->noisy)
         ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_docs, &s->noisy));
+    if (c->noisy && ith_cp_size(c->mesh) > 1)
+        ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_tokens,
+                        &s->group_position_ids));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, labels, &s->rows));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, labels, &s->labels));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, labels, &s->seeds));
@@ -164,7 +168,7 @@ static ith_status update_shard(ith_step *s, ith_adamw_hyper hyper)
     ITH_TRY(ith_clip_scale(ctx, s->norm, s->scale, s->sumsq, s->config.max_grad_norm));
     for (int64_t b = 0; b < s->shard.num_blocks; b++)
         ITH_TRY(adamw_stretch(
-            s, ith_shard_slice(&s->shard, b, m->w), ith_shard_slice(&s->shard, b, s->master),
+            s, ith_model_weight_slice(m, b), ith_shard_slice(&s->shard, b, s->master),
             ith_shard_slice(&s->shard, b, s->m), ith_shard_slice(&s->shard, b, s->v),
             ith_shard_slice(&s->shard, b, m->grad), ith_shard_slice_first(&s->shard, b), hyper));
     if (m->zero_stage == 1) /* the slices of the others */
@@ -223,7 +227,7 @@ static void bind_batch(ith_step *s, int64_t group_tokens, int64_t tokens, int64_
                            .seeds = ith_row_range(s->seeds, 0, rows)};
     if (s->config.noisy) {
         s->batch.seqs.noisy = ith_row_range(s->noisy, 0, docs);
-        s->batch.seqs.position = s->batch.position_ids;
+        s->batch.seqs.position = ith_row_range(s->group_position_ids, 0, group_tokens);
     }
 }
 
@@ -380,17 +384,15 @@ static ith_status plan_step(ith_step *s, bool plan_only)
 static ith_status cut_model(ith_step *s)
 {
     ith_model *m = s->model;
-    int64_t layers = m->config->num_hidden_layers, *blocks = NULL;
+    int64_t num_blocks = ith_model_num_blocks(m), *blocks = NULL;
     m->shard = NULL;
     m->zero_stage = 0;
-    if (ith_world_size(s->config.mesh) > 1 && m->config->family == ITH_FAMILY_LLADA2)
-        return ith_fail(s->ctx->err, ITH_ERR_UNSUPPORTED,
-                        "layers of llada2 have no path for many ranks yet (use 1)");
     if (s->config.zero_stage == 0 || ith_world_size(s->config.mesh) == 1)
         return ITH_OK;
-    ITH_TRY(ith_alloc_zero((void **)&blocks, layers + 3, sizeof *blocks, "blocks", s->ctx->err));
+    ITH_TRY(
+        ith_alloc_zero((void **)&blocks, num_blocks + 1, sizeof *blocks, "blocks", s->ctx->err));
     ith_model_blocks(m, blocks);
-    ith_status status = ith_shard_init(&s->shard, s->config.mesh, blocks, layers + 2, s->ctx->err);
+    ith_status status = ith_shard_init(&s->shard, s->config.mesh, blocks, num_blocks, s->ctx->err);
     ith_free(blocks);
     if (status != ITH_OK)
         return status;
@@ -476,14 +478,16 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
         s->batch.seqs.noisy_host = b->noisy;
         s->batch.seqs.position_host = b->position_ids;
         ITH_TRY(d->upload(d, s->noisy.data, b->noisy, b->num_docs * 4, err));
+        if (tokens < b->num_tokens)
+            ITH_TRY(
+                d->upload(d, s->group_position_ids.data, b->position_ids, b->num_tokens * 4, err));
     }
     s->batch.share = (float)(b->weight_sum / weight_sum);
     ITH_TRY(d->upload(d, s->ids.data, b->ids + begin, tokens * 4, err));
-    ITH_ASSERT(!s->model->has_vision || tokens == b->num_tokens); /* towers run on one rank */
     for (int64_t axis = 0; axis < (s->model->has_vision ? 3 : 1); axis++)
         ITH_TRY(d->upload(d, (int32_t *)s->position_ids.data + axis * tokens,
-                          b->mrope ? b->mrope + axis * tokens : b->position_ids + begin, tokens * 4,
-                          err));
+                          (b->mrope ? b->mrope + axis * b->num_tokens : b->position_ids) + begin,
+                          tokens * 4, err));
     ITH_TRY(ith_vision_buffers_fill(&s->vision, s->model, s->ctx, b, &s->batch.vision));
     ITH_TRY(d->upload(d, s->cu_seqlens.data, b->cu_seqlens, (b->num_docs + 1) * 4, err));
     ITH_TRY(d->upload(d, s->rows.data, s->host_rows, rows * 4, err));

@@ -60,7 +60,8 @@ typedef struct ith_step {
     /* device: batch, accumulators */
     ith_batch batch;
     ith_vision_buffers vision;
-    ith_tensor ids, position_ids, cu_seqlens, noisy, rows, labels, seeds, row_loss;
+    ith_tensor ids, position_ids, group_position_ids, cu_seqlens, noisy, rows, labels, seeds,
+        row_loss;
     ith_tensor loss_sum, balance_sum, sumsq, norm, scale;
     /* host staging */
     int32_t *host_rows, *host_labels;

@@ -22,6 +22,7 @@ typedef struct {
     double matmul_rate; /* FLOP/s; NaN unknown */
     double start_s;
     int64_t save_steps; /* 0: only at the end */
+    int64_t num_micro;  /* with tokens, of the running step, over all ranks: for diffusion */
     ith_run_result result;
 } run;
 
@@ -141,27 +142,45 @@ static ith_status fill_micro(run *r, const ith_batch_step *bs, int64_t j, ith_mi
     ith_micro_batch clean;
     ITH_TRY(ith_batcher_fill(r->t->batcher, j, r->t->noiser ? &clean : out, err));
     if (r->t->noiser)
-        ith_noiser_apply(r->t->noiser, r->t->samples, &clean, bs->epoch, bs->num_micro, out);
+        ith_noiser_apply(r->t->noiser, r->t->samples, &clean, bs->epoch, r->num_micro, out);
     return ITH_OK;
 }
 
-/* C of the step. Noise decides what is trained, so that a diffusion model's is counted first. */
-static ith_status weight_of_step(run *r, const ith_batch_step *bs, double *out, ith_error *err)
+static ith_status count_micro(run *r, const ith_batch_step *bs, ith_error *err)
 {
-    *out = bs->weight_sum;
-    if (!r->t->noiser)
-        return ITH_OK;
+    r->num_micro = 0;
+    for (int64_t j = 0; j < bs->num_micro; j++) {
+        ith_micro_batch b;
+        ITH_TRY(ith_batcher_fill(r->t->batcher, j, &b, err));
+        r->num_micro += b.num_tokens > 0;
+    }
+    return ITH_OK;
+}
+
+static ith_status noisy_weight(run *r, const ith_batch_step *bs, double *out, ith_error *err)
+{
     double sum = 0;
     for (int64_t j = 0; j < bs->num_micro; j++) {
         ith_micro_batch b;
         ITH_TRY(fill_micro(r, bs, j, &b, err));
         sum += b.weight_sum;
     }
-    if (sum <= 0)
-        ith_trainer_say(r->hooks, "step %lld: no token is masked, nothing to learn in it",
-                        (long long)r->at.step + 1);
-    *out = r->t->noise.per_micro_batch ? 1 : sum;
+    *out = sum;
     return ITH_OK;
+}
+
+/* This rank's part of C. Noise decides what is trained, so a diffusion model's is counted first. */
+static ith_status weight_of_step(run *r, const ith_batch_step *bs, double *out, ith_error *err)
+{
+    ith_trainer *t = r->t;
+    *out = bs->weight_sum;
+    if (!t->noiser)
+        return ITH_OK;
+    ITH_TRY(ith_trainer_agree(t, count_micro(r, bs, err), err));
+    if (t->mesh)
+        ITH_TRY(alone(
+            t, ith_comm_all_reduce(t->mesh->dp, &r->num_micro, 1, ITH_I64, ITH_REDUCE_SUM, err)));
+    return ith_trainer_agree(t, noisy_weight(r, bs, out, err), err);
 }
 
 static ith_status micro_batches(run *r, const ith_batch_step *bs, totals *mine, ith_error *err)
@@ -192,6 +211,11 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
     ITH_TRY(weight_of_step(r, bs, &begin.weight_sum, err));
     if (t->mesh)
         ITH_TRY(alone(t, sum_over(t->mesh->dp, &begin, err)));
+    if (t->noiser && begin.weight_sum <= 0)
+        ith_trainer_say(r->hooks, "step %lld: no token is masked, nothing to learn in it",
+                        (long long)r->at.step + 1);
+    if (t->noiser && t->noise.per_micro_batch) /* the batches' weights are means already */
+        begin.weight_sum = 1;
     ith_step_begin(t->step, begin.weight_sum);
     ITH_TRY(micro_batches(r, bs, &done, err));
     if (t->mesh)

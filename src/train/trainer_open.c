@@ -308,12 +308,12 @@ static ith_status check_mesh(const ith_trainer *t, ith_error *err)
         return ith_config_fail(t->config, "cp_size", err,
                                "%lld is more than num_attention_heads %lld (use at most that many)",
                                (long long)t->layout.cp_size, (long long)t->hf.num_attention_heads);
-    if (t->mesh && ith_is_diffusion(t->config, &t->hf))
-        return ith_config_fail(t->config, t->layout.cp_size > 1 ? "cp_size" : "ranks", err,
-                               "diffusion models train on one rank only so far (use 1)");
-    if (t->mesh && (t->hf.family == ITH_FAMILY_QWEN3_5 || t->hf.family == ITH_FAMILY_QWEN3_5_MOE))
-        return ith_config_fail(t->config, t->layout.cp_size > 1 ? "cp_size" : "ranks", err,
-                               "Qwen3.5 trains on one rank only so far (use 1)");
+    int64_t value_heads = t->hf.linear_num_value_heads;
+    if (value_heads > 0 && t->layout.cp_size > value_heads)
+        return ith_config_fail(t->config, "cp_size", err,
+                               "%lld is more than linear_num_value_heads %lld (use at most that "
+                               "many)",
+                               (long long)t->layout.cp_size, (long long)value_heads);
     if (t->mesh && t->config->verify && ith_config_zero_stage(t->config) > 0)
         return ith_config_fail(t->config, "verify", err,
                                "true reads whole buffers, zero_stage %d cuts them (use zero_stage "

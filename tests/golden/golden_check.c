@@ -175,19 +175,49 @@ static ith_micro_batch deal(const ith_micro_batch *all, const ith_mesh *mesh, in
     return b;
 }
 
-/* Images of the case, with our own positions. */
-static void add_media(const golden *g, ith_micro_batch *b)
+static int64_t count_media(const golden *g, const ith_micro_batch *b, int64_t doc)
+{
+    int64_t n = 0;
+    for (int32_t t = b->cu_seqlens[doc]; t < b->cu_seqlens[doc + 1]; t++)
+        n += b->ids[t] == g->config.image_token_id || b->ids[t] == g->config.video_token_id;
+    return n;
+}
+
+/* Images of the documents of b, which are those of `all` that this rank's dp group has, with our
+ * own positions. */
+static void add_media(const golden *g, const ith_micro_batch *all, const ith_mesh *mesh,
+                      ith_micro_batch *b)
 {
     const ith_st_entry *pixels = entry_of(g, "pixel_values"), *grid = entry_of(g, "image_grid_thw");
     if (!pixels)
         return;
-    b->num_grids = ith_st_numel(grid) / 3;
-    b->grids = (const ith_grid *)(const void *)ints(grid);
+    int64_t num_grids = ith_st_numel(grid) / 3, next = 0, at = 0;
+    int64_t side = g->config.vision.spatial_merge_size,
+            width = ith_vision_patch_width(&g->config.vision), kept = 0;
+    int32_t *thw = ints(grid);
+    ith_grid *grids = ith_malloc(num_grids * (int64_t)sizeof *grids + 1);
     float *values = ith_malloc(ith_st_numel(pixels) * 4);
-    b->mrope = ith_malloc(3 * b->num_tokens * 4);
-    if (!values || !b->mrope)
+    b->mrope = ith_malloc(3 * b->num_tokens * 4 + 4);
+    if (!values || !b->mrope || !grids)
         exit(1);
-    memcpy(values, pixels->data, (size_t)ith_st_numel(pixels) * 4);
+    for (int64_t d = 0; d < all->num_docs; d++) {
+        int64_t left = count_media(g, all, d) * side * side;
+        bool mine = d % mesh->dp_size == mesh->dp_rank;
+        for (; left > 0 && next < num_grids; next++) {
+            ith_grid item = {thw[3 * next], thw[3 * next + 1], thw[3 * next + 2]};
+            int64_t n = ith_grid_patches(item);
+            if (mine) {
+                memcpy(values + kept * width, (const float *)pixels->data + at * width,
+                       (size_t)(n * width) * 4);
+                grids[b->num_grids++] = item;
+            }
+            kept += mine ? n : 0;
+            at += n;
+            left -= n;
+        }
+    }
+    ith_free(thw);
+    b->grids = grids;
     b->pixels = values;
     const ith_media_tokens tokens = {.image = (int32_t)g->config.image_token_id,
                                      .video = (int32_t)g->config.video_token_id,
@@ -451,7 +481,8 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
     ith_plan *kept = ctx->plan,
              *own =
                  NULL; /* logits of all rows are not part of a training step: a plan of their own */
-    ith_tensor hidden = {0}, logits = {0}, rows = {0}, ids = {0}, pos = {0}, cu = {0}, noisy = {0};
+    ith_tensor hidden = {0}, logits = {0}, rows = {0}, ids = {0}, pos = {0}, all_pos = {0},
+               cu = {0}, noisy = {0};
     ctx->plan = NULL;
     die_on(ith_plan_create(&own, ctx->device, &err));
     ctx->plan = own;
@@ -468,9 +499,12 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "rows", ITH_I32, 1, n, 1, 1, 1, &rows));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "cu", ITH_I32, 1, batch->num_docs + 1, 1, 1,
                             1, &cu));
-        if (batch->noisy)
+        if (batch->noisy) {
             die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "noisy", ITH_I32, 1, batch->num_docs, 1,
                                 1, 1, &noisy));
+            die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "pos of all", ITH_I32, 1,
+                                batch->num_tokens, 1, 1, 1, &all_pos));
+        }
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "hidden", m->dtype, 2, n,
                             m->config->hidden_size, 1, 1, &hidden));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "logits", m->dtype, 2, n, v, 1, 1, &logits));
@@ -481,15 +515,19 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
             ith_device *d = ctx->device;
             die_on(d->upload(d, ids.data, batch->ids + begin, n * 4, &err));
             for (int64_t axis = 0; axis < axes; axis++)
-                die_on(
-                    d->upload(d, (int32_t *)pos.data + axis * n,
-                              batch->mrope ? batch->mrope + axis * n : batch->position_ids + begin,
-                              n * 4, &err));
+                die_on(d->upload(
+                    d, (int32_t *)pos.data + axis * n,
+                    (batch->mrope ? batch->mrope + axis * batch->num_tokens : batch->position_ids) +
+                        begin,
+                    n * 4, &err));
             die_on(ith_vision_buffers_fill(&vision, m, ctx, batch, &media));
             die_on(d->upload(d, rows.data, all, n * 4, &err));
             die_on(d->upload(d, cu.data, batch->cu_seqlens, (batch->num_docs + 1) * 4, &err));
-            if (batch->noisy)
+            if (batch->noisy) {
                 die_on(d->upload(d, noisy.data, batch->noisy, batch->num_docs * 4, &err));
+                die_on(
+                    d->upload(d, all_pos.data, batch->position_ids, batch->num_tokens * 4, &err));
+            }
             die_on(d->sync(d, &err));
             ith_free(all);
         }
@@ -509,7 +547,7 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
                          .bidirectional = mask.bidirectional};
         if (batch->noisy) {
             dev.seqs.noisy = noisy;
-            dev.seqs.position = pos;
+            dev.seqs.position = all_pos;
             dev.seqs.noisy_host = batch->noisy;
             dev.seqs.position_host = batch->position_ids;
         }
@@ -579,8 +617,8 @@ static void check_batch(const golden *g, const options *o, const ith_micro_batch
     bench b;
     int32_t *origin = NULL;
     ith_micro_batch mine = deal(batch, o->mesh, &origin);
-    if (batch->num_grids) /* media run on one rank: mine is all */
-        add_media(g, &mine);
+    if (batch->num_grids)
+        add_media(g, batch, o->mesh, &mine);
     open_bench(&b, g, o, batch, mask, 0);
     if (logits)
         check_logits(&b, o, &mine, origin, mask, logits, r, what);
@@ -624,8 +662,8 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
     bench b;
     int32_t *origin = NULL;
     ith_micro_batch mine = deal(batch, o->mesh, &origin);
-    if (batch->num_grids) /* media run on one rank: mine is all */
-        add_media(g, &mine);
+    if (batch->num_grids)
+        add_media(g, batch, o->mesh, &mine);
     open_bench(&b, g, o, batch, mask, number(a, "max_grad_norm"));
     for (int64_t i = 0; i < 3; i++) {
         ith_step_stats stats;
@@ -641,8 +679,10 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
         record(r, fabs(stats.grad_norm - norm) / norm, i ? 3e-3 : 1e-5, "adamw step %d grad norm",
                (int)i + 1);
     }
-    /* A rank whose slice is one token shorter, or whose group has no document, uses less. */
-    bool full = o->mesh->dp_size == 1 && batch->num_tokens % o->mesh->cp_size == 0;
+    /* A rank whose slice is one token shorter, whose group has no document, or whose share of the
+     * images is not the largest possible, uses less. */
+    bool full = o->mesh->dp_size == 1 && batch->num_tokens % o->mesh->cp_size == 0 &&
+                (o->mesh->cp_size == 1 || !batch->num_grids);
     for (int c = 0; c < ITH_MEM_CLASSES; c++) {
         const ith_plan *plan = b.session.ctx.plan;
         int64_t planned = ith_plan_peak(plan, (ith_mem_class)c),
@@ -893,7 +933,7 @@ static void run_golden(golden *g, const options *o, results *r)
     int32_t *ids = ints(ids_entry), *labels = ints(entry_of(g, "labels"));
     int32_t cu[2] = {0, (int32_t)ith_st_numel(ids_entry)};
     ith_micro_batch one = batch_of(ids, labels, cu, 1);
-    add_media(g, &one);
+    add_media(g, &one, &(ith_mesh){.dp_size = 1}, &one);
     check_batch(g, o, &one, causal, "one document", entry_of(g, "logits"), number(g->json, "loss"),
                 "grads", r);
     check_adamw(g, o, &one, causal, r);

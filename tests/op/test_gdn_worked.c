@@ -38,6 +38,7 @@ static void test_two_tokens_forward_and_back(void **state)
     ith_seqs seqs = {
         .cu_seqlens = ith_tensor_1d(cu, ITH_I32, 2), .cu_host = cu, .num_docs = 1, .max_len = 2};
     ith_tensor log_t = ith_tensor_1d(a_log, ITH_F64, 1), bias = ith_tensor_1d(dt_bias, ITH_F64, 1);
+    ith_tensor none = ith_tensor_none();
     float scale = 0.70710678F;
     assert_ok(
         ith_gdn_gates_forward(&ctx, column(g), column(beta), column(a), column(b), log_t, bias),
@@ -51,8 +52,8 @@ static void test_two_tokens_forward_and_back(void **state)
     need("o", o, (const double[]){0.28284266, 0.56568531, -0.36838376, 0.37140551}, 4);
     need("state", s, (const double[]){-0.37895325, 0.53443437, 0.63221521, -0.02791046}, 4);
     assert_ok(ith_gated_delta_rule_backward(&ctx, heads(dq), heads(dk), heads(dv), column(dg),
-                                            column(dbeta), heads(dout), heads(q), heads(k),
-                                            heads(v), column(g), column(beta), seqs, scale),
+                                            column(dbeta), none, heads(dout), heads(q), heads(k),
+                                            heads(v), column(g), column(beta), none, seqs, scale),
               err);
     need("dq", dq, (const double[]){-0.08485281, 0.04242638, 0.03021900, 0.12087592}, 4);
     need("dk", dk, (const double[]){0.04616942, -0.09233886, -0.11907314, -0.11907307}, 4);

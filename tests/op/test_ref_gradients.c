@@ -828,18 +828,27 @@ static void test_gdn_gates_gradient(void **state)
     case_end(&g, true);
 }
 
-/* in q, k, v, g, beta */
+/* [num_docs, 4, dk, dv] as the 3-D input or output that it is here. */
+static ith_tensor delta_state(const grad_case *g, ith_tensor t)
+{
+    return ith_tensor_4d(t.data, t.dtype, 4, g->seqs.num_docs, 4, t.shape[1], t.shape[2]);
+}
+
+/* in q, k, v, g, beta, first state; out o, last state */
 static ith_status delta_fwd(grad_case *g)
 {
+    memcpy(g->out[1].data, g->in[5].data, (size_t)ith_tensor_bytes(g->in[5]));
     return ith_gated_delta_rule_forward(&g->ctx, g->out[0], g->in[0], g->in[1], g->in[2], g->in[3],
-                                        g->in[4], none(), g->seqs, 0.7F);
+                                        g->in[4], delta_state(g, g->out[1]), g->seqs, 0.7F);
 }
 
 static ith_status delta_bwd(grad_case *g)
 {
+    memcpy(g->grad[5].data, g->dout[1].data, (size_t)ith_tensor_bytes(g->dout[1]));
     return ith_gated_delta_rule_backward(&g->ctx, g->grad[0], g->grad[1], g->grad[2], g->grad[3],
-                                         g->grad[4], g->dout[0], g->in[0], g->in[1], g->in[2],
-                                         g->in[3], g->in[4], g->seqs, 0.7F);
+                                         g->grad[4], delta_state(g, g->grad[5]), g->dout[0],
+                                         g->in[0], g->in[1], g->in[2], g->in[3], g->in[4],
+                                         delta_state(g, g->in[5]), g->seqs, 0.7F);
 }
 
 static void test_gated_delta_rule_gradient(void **state)
@@ -854,7 +863,9 @@ static void test_gated_delta_rule_gradient(void **state)
         add_in(&g, 3, tokens, 4, dv);
         add_in(&g, 2, tokens, 4, 1);
         add_in(&g, 2, tokens, 4, 1);
+        add_in(&g, 3, g.seqs.num_docs * 4, dk, dv);
         add_out(&g, 3, tokens, 4, dv);
+        add_out(&g, 3, g.seqs.num_docs * 4, dk, dv);
         for (int64_t i = 0; i < tokens * 4; i++) { /* decay at most 1, write strength in (0, 1) */
             doubles(g.in[3])[i] = -0.3 * fabs(doubles(g.in[3])[i]);
             doubles(g.in[4])[i] = 1 / (1 + exp(doubles(g.in[4])[i]));

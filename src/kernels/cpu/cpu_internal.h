@@ -75,7 +75,7 @@ typedef struct {
 
 /* The gated delta rule. */
 typedef struct {
-    ith_tensor o, q, k, v, g, beta, state, dq, dk, dv, dg, dbeta, do_;
+    ith_tensor o, q, k, v, g, beta, state, dq, dk, dv, dg, dbeta, dstate, do_;
     ith_seqs seqs;
     float scale;
     char *scratch; /* per-thread parts */

@@ -69,25 +69,26 @@ static ith_status delta_forward(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_te
 }
 
 static int64_t delta_backward_bytes(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
-                                    ith_tensor dg, ith_tensor dbeta, ith_tensor do_, ith_tensor q,
-                                    ith_tensor k, ith_tensor v, ith_tensor g, ith_tensor beta,
-                                    ith_seqs seqs, float scale)
+                                    ith_tensor dg, ith_tensor dbeta, ith_tensor dstate,
+                                    ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
+                                    ith_tensor g, ith_tensor beta, ith_tensor state, ith_seqs seqs,
+                                    float scale)
 {
     if (!is_fast(q))
         return ith_backend_ref()->gated_delta_rule_backward.workspace(
-            ctx, dq, dk, dv, dg, dbeta, do_, q, k, v, g, beta, seqs, scale);
+            ctx, dq, dk, dv, dg, dbeta, dstate, do_, q, k, v, g, beta, state, seqs, scale);
     ith_cpu_delta a = {.q = q, .k = k, .v = v, .seqs = seqs};
     return ith_cpu_level_get()->delta_bytes(&a, true) * ith_pool_threads(ctx->pool);
 }
 
 static ith_status delta_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
-                                 ith_tensor dg, ith_tensor dbeta, ith_tensor do_, ith_tensor q,
-                                 ith_tensor k, ith_tensor v, ith_tensor g, ith_tensor beta,
-                                 ith_seqs seqs, float scale)
+                                 ith_tensor dg, ith_tensor dbeta, ith_tensor dstate, ith_tensor do_,
+                                 ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor g,
+                                 ith_tensor beta, ith_tensor state, ith_seqs seqs, float scale)
 {
     if (!is_fast(q))
-        return ith_backend_ref()->gated_delta_rule_backward.run(ctx, dq, dk, dv, dg, dbeta, do_, q,
-                                                                k, v, g, beta, seqs, scale);
+        return ith_backend_ref()->gated_delta_rule_backward.run(
+            ctx, dq, dk, dv, dg, dbeta, dstate, do_, q, k, v, g, beta, state, seqs, scale);
     const ith_cpu_level *level = ith_cpu_level_get();
     ith_cpu_delta a = {.q = q,
                        .k = k,
@@ -100,6 +101,8 @@ static ith_status delta_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith
                        .dg = dg,
                        .dbeta = dbeta,
                        .do_ = do_,
+                       .state = state,
+                       .dstate = dstate,
                        .seqs = seqs,
                        .scale = scale,
                        .scratch = ctx->scratch};

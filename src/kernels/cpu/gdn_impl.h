@@ -351,6 +351,19 @@ static void delta_copy_state(const delta_task *w, float *padded, float *plain, b
     }
 }
 
+/* States of the task's value heads between memory [num_docs,Hv,dk,dv] (absent: zeros) and the
+ * padded copies. */
+static void delta_copy_states(const delta_task *w, float *padded, ith_tensor memory, int64_t doc,
+                              bool in)
+{
+    int64_t size = w->dk * w->ldv, first = doc * w->a->v.shape[1] + w->key_head * w->group;
+    if (in && !memory.ndim)
+        memset(padded, 0, (size_t)(w->group * size) * 4);
+    for (int64_t h = 0; memory.ndim && h < w->group; h++)
+        delta_copy_state(w, padded + h * size, (float *)memory.data + (first + h) * w->dk * w->dv,
+                         in);
+}
+
 static void delta_forward(void *arg, int64_t first, int64_t last, int thread)
 {
     const ith_cpu_delta *a = arg;
@@ -360,13 +373,7 @@ static void delta_forward(void *arg, int64_t first, int64_t last, int thread)
     for (int64_t idx = first; idx < last; idx++) {
         int64_t doc = idx / key_heads, begin = a->seqs.cu_host[doc], end = a->seqs.cu_host[doc + 1];
         w.key_head = idx % key_heads;
-        float *memory = a->state.ndim
-                            ? (float *)a->state.data +
-                                  (doc * a->v.shape[1] + w.key_head * w.group) * w.dk * w.dv
-                            : NULL;
-        memset(w.states, 0, (size_t)(w.group * size) * 4);
-        for (int64_t h = 0; memory && h < w.group; h++)
-            delta_copy_state(&w, w.states + h * size, memory + h * w.dk * w.dv, true);
+        delta_copy_states(&w, w.states, a->state, doc, true);
         for (int64_t t = begin; t < end; t += GDN_C) {
             delta_load_keys(&w, t, ith_min_i64(GDN_C, end - t));
             for (int64_t h = 0; h < w.group; h++) {
@@ -376,8 +383,7 @@ static void delta_forward(void *arg, int64_t first, int64_t last, int thread)
                 delta_advance(&w, w.states + h * size);
             }
         }
-        for (int64_t h = 0; memory && h < w.group; h++)
-            delta_copy_state(&w, w.states + h * size, memory + h * w.dk * w.dv, false);
+        delta_copy_states(&w, w.states, a->state, doc, false);
     }
 }
 
@@ -545,8 +551,8 @@ static void delta_backward(void *arg, int64_t first, int64_t last, int thread)
         int64_t doc = idx / key_heads, begin = a->seqs.cu_host[doc], end = a->seqs.cu_host[doc + 1];
         int64_t chunks = ith_div_ceil(end - begin, GDN_C);
         w.key_head = idx % key_heads;
-        memset(w.states, 0, (size_t)all * 4);
-        memset(w.ds, 0, (size_t)all * 4);
+        delta_copy_states(&w, w.states, a->state, doc, true);
+        delta_copy_states(&w, w.ds, a->dstate, doc, true);
         if (chunks > GDN_STRETCH)
             delta_run_states(&w, begin, end, 0, (chunks - 1) / GDN_STRETCH * GDN_STRETCH + 1,
                              w.heads, GDN_STRETCH);
@@ -561,6 +567,7 @@ static void delta_backward(void *arg, int64_t first, int64_t last, int thread)
                                      ith_min_i64(GDN_C, end - begin - c * GDN_C),
                                      w.inner + (c - c0) * all);
         }
+        delta_copy_states(&w, w.ds, a->dstate, doc, false);
     }
 }
 

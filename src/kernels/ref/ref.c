@@ -117,9 +117,10 @@ PICK(gated_delta_rule_forward, q,
       ith_seqs seqs, float scale),
      (ctx, o, q, k, v, g, beta, state, seqs, scale))
 PICK(gated_delta_rule_backward, q,
-     (ith_ctx * ctx, ith_t_ dq, ith_t_ dk, ith_t_ dv, ith_t_ dg, ith_t_ dbeta, ith_t_ do_, ith_t_ q,
-      ith_t_ k, ith_t_ v, ith_t_ g, ith_t_ beta, ith_seqs seqs, float scale),
-     (ctx, dq, dk, dv, dg, dbeta, do_, q, k, v, g, beta, seqs, scale))
+     (ith_ctx * ctx, ith_t_ dq, ith_t_ dk, ith_t_ dv, ith_t_ dg, ith_t_ dbeta, ith_t_ dstate,
+      ith_t_ do_, ith_t_ q, ith_t_ k, ith_t_ v, ith_t_ g, ith_t_ beta, ith_t_ state, ith_seqs seqs,
+      float scale),
+     (ctx, dq, dk, dv, dg, dbeta, dstate, do_, q, k, v, g, beta, state, seqs, scale))
 PICK_RUN(gated_rmsnorm_forward, x,
          (ith_ctx * ctx, ith_t_ y, ith_t_ x, ith_t_ z, ith_t_ w, float eps), (ctx, y, x, z, w, eps))
 PICK_RUN(gated_rmsnorm_backward, x,

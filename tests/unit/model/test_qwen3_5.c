@@ -83,7 +83,7 @@ static ith_tensor push(rig *r, ith_dtype dtype, int64_t rows, int64_t cols)
 static ith_batch push_batch(rig *r, const int32_t *ids, const int32_t *cu, int64_t docs)
 {
     int64_t n = cu[docs], max_len = 0;
-    ith_batch b = {.num_tokens = n, .ids = push(r, ITH_I32, n, 0)};
+    ith_batch b = {.num_tokens = n, .group_tokens = n, .ids = push(r, ITH_I32, n, 0)};
     b.position_ids = push(r, ITH_I32, n, 0);
     ith_tensor borders = push(r, ITH_I32, docs + 1, 0);
     bool real = !ith_ctx_counting(&r->session.ctx);

@@ -1,0 +1,387 @@
+/* Goal: every family gives the same loss, gradients and updated weights on any number of ranks.
+ * Method: each rank first makes one step alone over all documents, then its part of it in a job of
+ * dp x cp ranks at each ZeRO stage; borders of documents lie on and inside the slices, some ranks
+ * have no label, images are in several documents. */
+#include "testing.h"
+
+#include <math.h>
+
+#include "base/rng.h"
+#include "data/noise.h"
+#include "kernels/session.h"
+#include "train/step.h"
+
+static ith_comm *world;
+static ith_error err;
+
+#define LINEAR                                                                                     \
+    "\"hidden_size\": 24, \"num_hidden_layers\": 3, \"layer_types\": [\"linear_attention\","       \
+    " \"full_attention\", \"linear_attention\"], \"num_attention_heads\": 8,"                      \
+    " \"num_key_value_heads\": 2, \"head_dim\": 16, \"linear_num_key_heads\": 3,"                  \
+    " \"linear_num_value_heads\": 9, \"linear_key_head_dim\": 8, \"linear_value_head_dim\": 12,"   \
+    " \"linear_conv_kernel_dim\": 4, \"vocab_size\": 50, \"rope_parameters\":"                     \
+    " {\"rope_theta\": 10000.0, \"partial_rotary_factor\": 0.5, \"mrope_section\": [2, 1, 1]}"
+
+#define EXPERTS                                                                                    \
+    "{\"model_type\": \"qwen3_5_moe_text\", \"num_experts\": 5, \"num_experts_per_tok\": 2,"       \
+    " \"moe_intermediate_size\": 12, \"shared_expert_intermediate_size\": 20, " LINEAR "}"
+
+static const struct family {
+    const char *name, *config;
+    bool media, diffusion;
+    float aux_coef; /* the balance is that of a micro-batch: it must not be cut by documents */
+} families[] = {
+    {.name = "qwen3_5",
+     .config = "{\"model_type\": \"qwen3_5_text\", \"intermediate_size\": 40,"
+               " \"tie_word_embeddings\": true, " LINEAR "}"},
+    {.name = "qwen3_5_moe", .config = EXPERTS},
+    {.name = "qwen3_5_moe, balanced", .config = EXPERTS, .aux_coef = 0.1F},
+    {.name = "qwen3_5 with images",
+     .config =
+         "{\"model_type\": \"qwen3_5\", \"image_token_id\": 48, \"video_token_id\": 49,"
+         " \"tie_word_embeddings\": false,"
+         " \"text_config\": {\"model_type\": \"qwen3_5_text\", \"intermediate_size\": 40, " LINEAR
+         "}, \"vision_config\": {\"model_type\": \"qwen3_5\", \"depth\": 2, \"hidden_size\": 16,"
+         " \"intermediate_size\": 24, \"num_heads\": 2, \"in_channels\": 1, \"patch_size\": 2,"
+         " \"temporal_patch_size\": 2, \"spatial_merge_size\": 2, \"num_position_embeddings\": 16,"
+         " \"out_hidden_size\": 24}}",
+     .media = true},
+    {.name = "llada2",
+     .config = "{\"model_type\": \"llada2_moe\", \"vocab_size\": 50, \"hidden_size\": 24,"
+               " \"num_hidden_layers\": 2, \"num_attention_heads\": 8, \"num_key_value_heads\": 2,"
+               " \"head_dim\": 16, \"intermediate_size\": 40, \"hidden_act\": \"silu\","
+               " \"num_experts\": 8, \"num_experts_per_tok\": 2, \"moe_intermediate_size\": 12,"
+               " \"num_shared_experts\": 1, \"first_k_dense_replace\": 1, \"n_group\": 4,"
+               " \"topk_group\": 2, \"partial_rotary_factor\": 0.5, \"rope_theta\": 10000.0,"
+               " \"rms_norm_eps\": 1e-6, \"max_position_embeddings\": 512, \"use_bias\": false,"
+               " \"use_qkv_bias\": false, \"norm_topk_prob\": true, \"use_qk_norm\": true,"
+               " \"routed_scaling_factor\": 2.5, \"score_function\": \"sigmoid\","
+               " \"attention_dropout\": 0.0, \"embedding_dropout\": 0.0, \"output_dropout\": 0.0,"
+               " \"moe_router_enable_expert_bias\": false, \"tie_word_embeddings\": false}",
+     .diffusion = true},
+};
+
+/* ---- the batch ---- */
+
+enum { MAX_TOKENS = 256, NUM_DOCS = 6, BLOCK = 4, PIXELS_PER_PATCH = 8 };
+static const int64_t lengths[NUM_DOCS] = {1, 17, 3, 30, 2, 11};
+/* Images of a document: at its token 1, one after the other with a token between. */
+static const struct {
+    int64_t doc;
+    ith_grid grid;
+} images[] = {{1, {1, 4, 4}}, {3, {1, 2, 4}}, {3, {2, 2, 6}}, {3, {1, 4, 2}}, {5, {1, 6, 2}}};
+enum { NUM_IMAGES = sizeof images / sizeof *images };
+
+typedef struct {
+    int32_t ids[MAX_TOKENS], positions[MAX_TOKENS], labels[MAX_TOKENS], cu[NUM_DOCS + 1];
+    int32_t noisy[NUM_DOCS], mrope[3 * MAX_TOKENS];
+    float weights[MAX_TOKENS], pixels[1024];
+    ith_grid grids[NUM_IMAGES + 1];
+    ith_micro_batch b;
+} batch;
+
+static void begin(batch *x)
+{
+    memset(x, 0, sizeof *x);
+    x->b = (ith_micro_batch){.ids = x->ids,
+                             .position_ids = x->positions,
+                             .labels = x->labels,
+                             .cu_seqlens = x->cu,
+                             .weights = x->weights};
+}
+
+static void add_row(batch *x, int32_t id, int64_t position, int32_t label, float weight)
+{
+    int64_t t = x->b.num_tokens++;
+    assert_true(t < MAX_TOKENS);
+    x->ids[t] = id;
+    x->positions[t] = (int32_t)position;
+    x->labels[t] = label;
+    x->weights[t] = label >= 0 ? weight : 0;
+    x->b.num_labels += label >= 0;
+    x->b.weight_sum += (double)x->weights[t];
+}
+
+static void end_doc(batch *x)
+{
+    x->cu[++x->b.num_docs] = (int32_t)x->b.num_tokens;
+}
+
+static int32_t token_of(int64_t doc, int64_t i)
+{
+    return (int32_t)ith_rng_below(5, (uint64_t)doc, (uint64_t)i, 40);
+}
+
+/* Labels in the first half of documents: some slices have none. */
+static void causal_document(batch *x, int64_t doc, bool media)
+{
+    int32_t ids[64];
+    int64_t len = lengths[doc], at = 1, patches = 0;
+    for (int64_t i = 0; i < len; i++)
+        ids[i] = token_of(doc, i);
+    for (int k = 0; media && k < NUM_IMAGES; k++)
+        if (images[k].doc == doc) {
+            int64_t n = ith_grid_patches(images[k].grid);
+            for (int64_t i = 0; i < n / 4; i++)
+                ids[at + i] = images[k].grid.t > 1 ? 49 : 48;
+            at += n / 4 + 1;
+            x->grids[x->b.num_grids++] = images[k].grid;
+        }
+    for (int64_t i = 0; i < len; i++)
+        add_row(x, ids[i], i, i + 1 < len && 2 * i < len ? ids[i + 1] : -100,
+                doc % 2 ? 1.0F : 0.5F);
+    assert_true(at <= len + 1);
+    for (int64_t i = 0; i < x->b.num_grids; i++)
+        patches += ith_grid_patches(x->grids[i]);
+    assert_true(patches * PIXELS_PER_PATCH <= 1024);
+    end_doc(x);
+}
+
+/* Pixels depend on the image, not on the batch it is in. */
+static void finish_media(batch *x, const ith_hf_config *config, const bool *mine)
+{
+    float *to = x->pixels;
+    for (int k = 0; k < NUM_IMAGES; k++)
+        for (int64_t i = 0;
+             mine[images[k].doc] && i < ith_grid_patches(images[k].grid) * PIXELS_PER_PATCH; i++)
+            *to++ = (float)ith_rng_normal(9, (uint64_t)k, (uint64_t)i);
+    x->b.mrope = x->mrope;
+    x->b.pixels = x->pixels;
+    x->b.grids = x->grids;
+    assert_ok(ith_mrope_positions(config, x->ids, x->cu, x->b.num_docs, x->grids, x->b.num_grids,
+                                  x->mrope, &err),
+              err);
+}
+
+/* [noisy; clean] documents, two tokens of three masked. */
+static void noisy_document(batch *x, ith_noiser *noiser, int64_t doc)
+{
+    int32_t x0[64], xt[64], target[64];
+    float weights[64];
+    ith_micro_batch one;
+    for (int64_t i = 0; i < lengths[doc]; i++) {
+        bool masked = (i + doc) % 3 != 0;
+        x0[i] = token_of(doc, i);
+        xt[i] = masked ? 47 : x0[i];
+        target[i] = masked ? x0[i] : -100;
+        weights[i] = 1;
+    }
+    ith_noiser_begin(noiser);
+    ith_noiser_add(noiser, x0, xt, target, weights, lengths[doc], doc);
+    ith_noiser_end(noiser, &one);
+    if (one.num_tokens == 0)
+        return;
+    x->noisy[x->b.num_docs] = one.noisy[0];
+    for (int64_t i = 0; i < one.num_tokens; i++)
+        add_row(x, one.ids[i], one.position_ids[i], one.labels[i], one.weights[i]);
+    end_doc(x);
+}
+
+/* The documents of dp_rank. */
+static void make_batch(batch *x, const struct family *f, const ith_hf_config *config,
+                       int64_t dp_rank, int64_t dp_size)
+{
+    bool mine[NUM_DOCS];
+    ith_noiser *noiser = NULL;
+    ith_noise_options o = {.blocks = true, .block_size = BLOCK, .mask_id = 47, .same_token = true};
+    ith_batch_limits limits = {MAX_TOKENS, NUM_DOCS, MAX_TOKENS, 64, 1};
+    assert_ok(ith_noiser_create(&noiser, &o, &limits, &err), err);
+    begin(x);
+    for (int64_t doc = 0; doc < NUM_DOCS; doc++) {
+        mine[doc] = doc % dp_size == dp_rank;
+        if (mine[doc] && f->diffusion)
+            noisy_document(x, noiser, doc);
+        else if (mine[doc])
+            causal_document(x, doc, f->media);
+    }
+    if (f->diffusion)
+        x->b.noisy = x->noisy;
+    if (f->media)
+        finish_media(x, config, mine);
+    ith_noiser_destroy(noiser);
+}
+
+/* ---- a step ---- */
+
+typedef struct {
+    ith_hf_config config;
+    ith_session session;
+    ith_model *model;
+    ith_step *step;
+    double loss, norm;
+    int64_t n;
+    float *grad, *w; /* [n] of the flat layout */
+} run;
+
+static void fill_weights(run *r)
+{
+    ith_model *m = r->model;
+    for (int64_t i = 0; i < m->num_pieces; i++) {
+        const ith_hf_piece *p = &m->pieces[i];
+        float *values = ith_malloc(p->count * 4);
+        int64_t from = 0, at = m->params[p->param].first + p->first, n = p->count, to = at;
+        ith_model_init_piece(m, p, 3, 0, p->count, values);
+        for (int64_t k = 0; k < p->count; k++)
+            values[k] = p->init == ITH_INIT_ZEROS                   ? 0.1F * sinf((float)k)
+                        : p->init == ITH_INIT_NORMAL && !p->is_norm ? 4 * values[k]
+                                                                    : values[k];
+        if (m->zero_stage >= 3)
+            n = ith_shard_overlap(m->shard, at, p->count, &from, &to);
+        memcpy((float *)m->w.data + to, values + from, (size_t)n * 4);
+        ith_free(values);
+    }
+    assert_ok(ith_model_refresh_weights(m, &r->session.ctx), err);
+}
+
+/* A flat f32 buffer, whole on every rank. */
+static float *whole(run *r, ith_tensor flat)
+{
+    ith_model *m = r->model;
+    ith_shard *s = m->shard;
+    float *out = ith_calloc(m->num_elements, 4);
+    if (!s) {
+        memcpy(out, flat.data, (size_t)ith_tensor_bytes(flat));
+        return out;
+    }
+    for (int64_t b = 0; b < s->num_blocks; b++) {
+        ith_tensor own = ith_shard_slice(s, b, flat);
+        int64_t first = s->block_first[b];
+        memcpy(out + ith_shard_slice_first(s, b), own.data, (size_t)ith_tensor_bytes(own));
+        assert_ok(
+            ith_shard_gather(s, &r->session.ctx, b,
+                             ith_tensor_1d(out + first, ITH_F32, s->block_first[b + 1] - first)),
+            err);
+    }
+    return out;
+}
+
+static void open_run(run *r, const struct family *f, const ith_mesh *mesh, int zero, int keep)
+{
+    memset(r, 0, sizeof *r);
+    assert_ok(
+        ith_hf_config_parse(&r->config, f->config, (int64_t)strlen(f->config), "config", &err),
+        err);
+    assert_ok(ith_session_open(&r->session, ITH_USE_CPU, 0, 1, false, &err), err);
+    r->session.ctx.err = &err;
+    assert_ok(f->media ? ith_model_create_multimodal(&r->model, &r->config, ITH_F32, 128, &err)
+                       : ith_model_create(&r->model, &r->config, ITH_F32, 128, &err),
+              err);
+    r->model->aux_coef = f->aux_coef;
+    ith_step_config c = {.mesh = mesh,
+                         .zero_stage = zero,
+                         .max_tokens = MAX_TOKENS,
+                         .max_docs = NUM_DOCS,
+                         .max_labels = MAX_TOKENS,
+                         .max_doc_tokens = 128,
+                         .vision = {128, 8, 64},
+                         .chunk_rows = 7,
+                         .training = true,
+                         .keep = keep,
+                         .max_grad_norm = 1.0F,
+                         .block = f->diffusion ? BLOCK : 0,
+                         .noisy = f->diffusion};
+    assert_ok(ith_step_create(&r->step, r->model, &r->session.ctx, &c, false), err);
+    fill_weights(r);
+}
+
+static void close_run(run *r)
+{
+    ith_free(r->grad);
+    ith_free(r->w);
+    ith_step_destroy(r->step);
+    ith_model_destroy(r->model);
+    ith_session_close(&r->session);
+    ith_hf_config_deinit(&r->config);
+}
+
+/* One step: gradients are kept before the update, with an eps that makes it smooth. */
+static void make_step(run *r, const struct family *f, int64_t dp_rank, int64_t dp_size)
+{
+    static batch x, all;
+    ith_step_stats stats;
+    make_batch(&all, f, &r->config, 0, 1);
+    make_batch(&x, f, &r->config, dp_rank, dp_size);
+    ith_step_begin(r->step, all.b.weight_sum);
+    assert_ok(ith_step_micro(r->step, &x.b), err);
+    assert_ok(ith_step_reduce(r->step), err);
+    r->n = r->model->num_elements;
+    r->grad = whole(r, r->model->grad);
+    assert_ok(ith_step_end(r->step, (ith_adamw_hyper){0.1F, 0.9F, 0.999F, 1e-1F, 0.01F, 1}, &stats),
+              err);
+    r->loss = stats.loss + stats.aux_loss;
+    r->norm = stats.grad_norm;
+    r->w = whole(r, r->model->w);
+}
+
+static double distance(const float *a, const float *b, int64_t n)
+{
+    double diff = 0, norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        diff += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
+        norm += (double)b[i] * (double)b[i];
+    }
+    return sqrt(diff / norm);
+}
+
+static void compare(const run *r, const run *alone, const char *what)
+{
+    for (int64_t i = 0; i < r->model->num_params; i++) { /* each parameter by itself */
+        const ith_param *p = &r->model->params[i];
+        int64_t n = p->shape[0] * p->shape[1] * p->shape[2];
+        double e = distance(r->grad + p->first, alone->grad + p->first, n);
+        if (!(e <= 1e-4))
+            fail_msg("%s: gradient of %s differs by %g", what, p->name, e);
+    }
+    double errors[] = {fabs(r->loss - alone->loss) / fabs(alone->loss),
+                       fabs(r->norm - alone->norm) / alone->norm,
+                       distance(r->grad, alone->grad, r->n), distance(r->w, alone->w, r->n)};
+    static const char *const names[] = {"loss", "gradient norm", "gradient", "weights"};
+    for (int i = 0; i < 4; i++)
+        if (!(errors[i] <= 1e-5))
+            fail_msg("%s: %s differs by %g", what, names[i], errors[i]);
+}
+
+static void run_layout(const struct family *f, const run *alone, int64_t cp, int zero, int keep)
+{
+    char what[128];
+    ith_mesh mesh;
+    run r;
+    snprintf(what, sizeof what, "%s, %lld ranks, cp %lld, zero %d, keep %d", f->name,
+             (long long)world->size, (long long)cp, zero, keep);
+    assert_ok(ith_mesh_open(&mesh, world, cp, &err), err);
+    open_run(&r, f, &mesh, zero, keep);
+    make_step(&r, f, mesh.dp_rank, mesh.dp_size);
+    compare(&r, alone, what);
+    close_run(&r);
+    ith_mesh_close(&mesh);
+}
+
+static void test_all_layouts_are_as_one_rank(void **state)
+{
+    (void)state;
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
+        run alone;
+        open_run(&alone, &families[i], NULL, 0, ITH_KEEP_ALL);
+        make_step(&alone, &families[i], 0, 1);
+        for (int64_t cp = 1; cp <= world->size; cp++)
+            for (int zero = 0; zero <= 3 && world->size % cp == 0; zero++)
+                if (cp == world->size || (!families[i].aux_coef && (zero + cp) % 2))
+                    run_layout(&families[i], &alone, cp, zero,
+                               zero == 3 ? ITH_KEEP_INPUT
+                               : zero    ? ITH_KEEP_ATTENTION
+                                         : ITH_KEEP_ALL);
+        close_run(&alone);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_all_layouts_are_as_one_rank)};
+    if (ith_comm_open_world(&world, 120, &err) != ITH_OK) {
+        fprintf(stderr, "%s\n", err.text);
+        return 1;
+    }
+    int failed = cmocka_run_group_tests_name("families", tests, NULL, NULL);
+    ith_comm_close(world);
+    return failed;
+}
