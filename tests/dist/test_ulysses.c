@@ -129,6 +129,7 @@ static void walk(layer *x)
         fill(x->do_, 1, x->begin, 0, 1);
         fill(x->o, 2, 0, x->own.q_first, 1);
     }
+    x->o_back = ith_tensor_none();
     x->sent = mesh.cp->bytes_sent;
     assert_ok(ith_ulysses_to_heads(&mesh, &x->ctx, x->n, x->in, &x->all), err);
     assert_ok(
