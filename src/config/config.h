@@ -64,6 +64,7 @@ typedef enum {
 } ith_init_name;
 typedef enum { ITH_EP_EAGER, ITH_EP_FUSED, ITH_EP_MC2, ITH_EP_DOMINO } ith_ep_dispatcher;
 typedef enum { ITH_FSDP_NATIVE, ITH_FSDP_CUSTOM } ith_fsdp_implementation;
+typedef enum { ITH_LINEAR_CP_AUTO, ITH_LINEAR_CP_HEADS, ITH_LINEAR_CP_STATES } ith_linear_cp_mode;
 typedef enum { ITH_CP_ULYSSES } ith_cp_mode;
 typedef enum { ITH_SAMPLE_HF, ITH_SAMPLE_VLLM } ith_sample_backend;
 typedef enum { ITH_MTP_NONE, ITH_MTP_ON } ith_mtp_name;
@@ -243,6 +244,7 @@ typedef struct {
     int64_t ranks;            /* ITH_CONFIG_UNSET: dp_size * cp_size */
     int64_t dp_size, cp_size; /* dp_size: ITH_CONFIG_UNSET = world / cp */
     ith_cp_mode cp_mode;
+    ith_linear_cp_mode linear_cp_mode;
     int64_t mp_replicate_size, mp_shard_size; /* mp_shard_size: ITH_CONFIG_UNSET = the rest */
     int64_t dist_timeout;                     /* seconds */
 

@@ -289,6 +289,9 @@ const config_row ith_config_rows[] = {
  .help = "Context-parallel size: processes that share one sequence."},
 {"cp_mode", MACHINE, KEY_ENUM, AT(cp_mode), "ulysses", .words = "ulysses",
  .help = "How one sequence is shared: ulysses exchanges sequence parts for heads."},
+{"linear_cp_mode", MACHINE, KEY_ENUM, AT(linear_cp_mode), "auto", .words = "auto heads states",
+ .help = "How linear attention (Gated DeltaNet) shares a sequence: heads exchanges sequence parts for "
+         "heads, states passes states between the parts; auto takes the cheaper."},
 {"mp_replicate_size", MACHINE, KEY_INT, AT(mp_replicate_size), "1", AT_LEAST(1),
  .help = "Number of full copies of the sharded model."},
 {"mp_shard_size", MACHINE, KEY_INT, AT(mp_shard_size), "null", AT_LEAST(1), .nullable = true,

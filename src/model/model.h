@@ -15,6 +15,7 @@
 #include "checkpoint/hf_config.h"
 #include "checkpoint/safetensors.h"
 #include "kernels/ops.h"
+#include "parallel/delta_scan.h"
 #include "parallel/shard.h"
 #include "parallel/ulysses.h"
 
@@ -67,11 +68,13 @@ typedef enum {
  * Inside attention a rank of a context-parallel group has all N tokens of the group and its share
  * of the heads (parallel/ulysses.h); alone, N = T and Ha = Hq. */
 typedef struct {
-    ith_tensor x;       /* [T,D] residual stream at the layer's entry */
-    ith_tensor qkv;     /* [T,(Hq+2Hkv)*Dh] before norm and RoPE */
-    ith_tensor o, lse;  /* [N,Ha,Dh], [N,Ha] f32 */
-    ith_tensor x2;      /* [T,D] residual stream after attention */
-    ith_tensor gate_up; /* [T,2I], experts: [S,2Im] */
+    ith_tensor x;          /* [T,D] residual stream at the layer's entry */
+    ith_tensor qkv;        /* [T,(Hq+2Hkv)*Dh] before norm and RoPE */
+    ith_tensor o, lse;     /* [N,Ha,Dh], [N,Ha] f32 */
+    ith_tensor x2;         /* [T,D] residual stream after attention */
+    ith_tensor gate_up;    /* [T,2I], experts: [S,2Im] */
+    ith_tensor state, map; /* linear layers that pass states: see delta_scan.h */
+    bool knows_state;
     ith_tensor shared_gate_up, shared_out, shared_gate; /* shared expert: [T,2Is], [T,D], [T,1] */
     ith_tensor probs, topk_w, topk_idx, offsets, source, row_of,
         expert_out;          /* experts, see ops.h */
@@ -108,6 +111,7 @@ typedef struct {
     float share; /* sum of the seeds: this micro-batch's part of the step; scales the balancing loss
                   */
     ith_vision_batch vision;
+    ith_slice_docs slice; /* of a model that passes states */
 } ith_batch;
 
 /* What generation keeps of past tokens: keys and values of the A attention layers; of the G linear
@@ -181,6 +185,8 @@ struct ith_model {
     ith_model_parts frozen;
     ith_tensor vision_x; /* saved inputs of its blocks */
     int64_t vision_mark;
+
+    bool passes_states; /* linear layers of a cp group work on their tokens, else on their heads */
 
     float norm_offset; /* of the layer norms: 0, or 1 where weights are stored around zero */
 

@@ -6,11 +6,15 @@
  *         (attention(q', k', v) * sigmoid(gate)) Wo^T
  * Mixer, Gated DeltaNet:  [u | z | b | a] = n1 Win^T    [q | k | v] = silu(conv(u))
  *         g, beta = gates(a, b)     o = delta_rule(q, k, v, g, beta)     gated_norm(o, z) Wo^T
- * Many ranks: the projections and all behind the mixers' cores are of a rank's own tokens; the
- * cores, convolution included, are of its own heads and all tokens of the group
- * (parallel/ulysses.h). Gates of the output stay with the tokens. Invariants: 1. convolution and
- * state begin at zero in every document of a packed row. 2. What is made again in backward comes
- * from the same operators on the same inputs: bit-equal to forward's.
+ *
+ * Many ranks: projections and all behind the mixers' cores are of a rank's own tokens. The cores,
+ * convolution included, are of its own heads and all tokens of the group (parallel/ulysses.h); of
+ * linear layers, with passes_states, of its own tokens and all heads (parallel/delta_scan.h). Gates
+ * of the output stay with the tokens.
+ *
+ * Invariants: 1. convolution and state begin at zero in every document of a packed row.
+ * 2. What is made again in backward comes from the same operators on the same inputs: bit-equal to
+ * forward's.
  * 3. Layers that keep less than all make the input projection again before the MLP's backward, for
  * x2 needs its gates. */
 #include "model/blocks.h"
@@ -276,6 +280,8 @@ static linear_views split_linear(const ith_hf_config *c, T t)
 static ith_head_share delta_share(const ith_model *m)
 {
     const ith_hf_config *c = m->config;
+    if (m->passes_states)
+        return (ith_head_share){0, c->linear_num_value_heads, 0, c->linear_num_key_heads};
     return ith_ulysses_own_share(m->mesh, c->linear_num_value_heads, c->linear_num_key_heads);
 }
 
@@ -351,6 +357,32 @@ typedef struct {
     T o;                    /* output of this rank's tokens, all heads; absent: not made yet */
 } mixer_in;
 
+/* Rows in front of a projection for the inputs of convolutions before the slice. */
+static int64_t room_for_halo(const ith_model *m, int64_t l)
+{
+    return m->passes_states && m->config->layer_is_linear[l] ? m->config->linear_conv_kernel_dim - 1
+                                                             : 0;
+}
+
+/* [T, mixer_width] behind that room. */
+static ith_status push_projection(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t l,
+                                  int64_t t, T *out)
+{
+    int64_t room = room_for_halo(m, l);
+    ITH_TRY(ith_ctx_push(ctx, where, "mixer projection", m->dtype, 2, room + t,
+                         mixer_width(m->config, l), 1, 1, out));
+    *out = ith_row_range(*out, room, room + t);
+    return ITH_OK;
+}
+
+/* u with the rows of the halo in front. */
+static T with_halo(T u, int64_t halo)
+{
+    u.data = (char *)u.data - halo * u.stride[0] * ith_dtype_bytes(u.dtype);
+    u.shape[0] += halo;
+    return u;
+}
+
 /* n1 from a->x (or from residual + delta, which then gives a->x) and the projection, unless saved.
  */
 static ith_status project(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, bool from_pair,
@@ -373,7 +405,7 @@ static ith_status project(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_
     if (saved)
         return ITH_OK;
     if (!a->qkv.ndim)
-        ITH_TRY(push(ctx, "mixer projection", m->dtype, t, mixer_width(c, l), &a->qkv));
+        ITH_TRY(push_projection(m, ctx, ITH_MEM_WORKSPACE, l, t, &a->qkv));
     return ith_linear_forward(ctx, a->qkv, in->n1, ith_layer_param(m, l, ITH_P_QKV)->w, false);
 }
 
@@ -402,22 +434,29 @@ static ith_status make_delta_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
 {
     const ith_hf_config *c = m->config;
     ith_head_share share = delta_share(m);
-    linear_views s = split_linear(c, m->acts[l].qkv);
-    ith_head_parts parts = delta_parts(c, &s), own;
-    ITH_TRY(ith_ulysses_parts_to_heads(m->mesh, ctx, b->group_tokens, &parts, &own));
-    in->delta = delta_arrived(&own);
-    int64_t n = in->delta.u.shape[0], heads = share.q_count;
+    in->delta = split_linear(c, m->acts[l].qkv);
+    if (m->passes_states) {
+        in->delta.u = with_halo(in->delta.u, b->slice.halo);
+        ITH_TRY(ith_slice_halo(m->mesh, ctx, &b->slice, c->linear_conv_kernel_dim, b->seqs,
+                               in->delta.u));
+    } else {
+        ith_head_parts parts = delta_parts(c, &in->delta), own;
+        ITH_TRY(ith_ulysses_parts_to_heads(m->mesh, ctx, b->group_tokens, &parts, &own));
+        in->delta = delta_arrived(&own);
+    }
+    int64_t n = in->delta.u.shape[0], rows = in->delta.a.shape[0], heads = share.q_count;
     channels part[3];
     int count = conv_channels(c, &share, part);
     T w = ith_layer_param(m, l, ITH_P_CONV)->w;
     ITH_TRY(push(ctx, "convolution output", m->dtype, n, share_width(c, &share), &in->conv));
-    ITH_TRY(push(ctx, "decay and beta", ITH_F32, n, heads, &in->g));
-    ITH_TRY(push(ctx, "decay and beta", ITH_F32, n, heads, &in->beta));
+    ITH_TRY(push(ctx, "decay and beta", ITH_F32, rows, heads, &in->g));
+    ITH_TRY(push(ctx, "decay and beta", ITH_F32, rows, heads, &in->beta));
     for (int i = 0; i < count; i++) {
         int64_t from = part[i].column, to = from + part[i].count;
-        ITH_TRY(ith_conv1d_silu_forward(
-            ctx, ith_col_range(in->conv, from, to), ith_col_range(in->delta.u, from, to),
-            part_of(w, part[i].first, part[i].count), history, b->seqs));
+        ITH_TRY(ith_conv1d_silu_forward(ctx, ith_col_range(in->conv, from, to),
+                                        ith_col_range(in->delta.u, from, to),
+                                        part_of(w, part[i].first, part[i].count), history,
+                                        m->passes_states ? b->slice.conv : b->seqs));
     }
     return ith_gdn_gates_forward(
         ctx, in->g, in->beta, in->delta.a, in->delta.b,
@@ -450,20 +489,57 @@ static ith_status push_mixer_out(ith_model *m, ith_ctx *ctx, ith_mem_class where
     return ith_ctx_push(ctx, where, "attention lse", ITH_F32, 2, n, heads, 1, 1, &a->lse);
 }
 
+/* The delta rule's operands, without the halo. */
+static ith_delta_in delta_in(const ith_model *m, const mixer_in *in)
+{
+    ith_head_share share = delta_share(m);
+    int64_t end = in->conv.shape[0], begin = end - in->g.shape[0];
+    ith_qkv x = split_conv(m->config, &share, ith_row_range(in->conv, begin, end));
+    return (ith_delta_in){x.q, x.k, x.v, in->g, in->beta, scale_of(m->config->linear_key_head_dim)};
+}
+
+/* What a linear layer that passes states keeps of them, whatever else it keeps. */
+static ith_status push_states(ith_model *m, ith_ctx *ctx, ith_mem_class where, ith_layer_acts *a)
+{
+    const ith_hf_config *c = m->config;
+    int64_t heads = c->linear_num_value_heads, dk = c->linear_key_head_dim;
+    ITH_TRY(ith_ctx_push(ctx, where, "state of the slice before", ITH_F32, 4, 1, heads, dk,
+                         c->linear_value_head_dim, &a->state));
+    return ith_ctx_push(ctx, where, "state map", ITH_F32, 4, 1, heads, dk, dk, &a->map);
+}
+
+/* a->o of a linear layer that passes states; again: a->state and a->map are there. */
+static ith_status scan_delta(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                             const mixer_in *in)
+{
+    ith_layer_acts *a = &m->acts[l];
+    ith_delta_in x = delta_in(m, in);
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    bool known = a->state.ndim && a->knows_state;
+    if (!a->state.ndim)
+        ITH_TRY(push_states(m, ctx, ITH_MEM_WORKSPACE, a));
+    ITH_TRY(ith_delta_scan_forward(m->mesh, ctx, &b->slice, b->seqs, a->o, a->state, a->map, &x,
+                                   known));
+    a->knows_state = true;
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
 /* a->o of a linear layer. state: see ith_gated_delta_rule_forward. */
 static ith_status run_delta(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T state,
                             const mixer_in *in)
 {
     const ith_hf_config *c = m->config;
-    ith_head_share share = delta_share(m);
-    ith_qkv s = split_conv(c, &share, in->conv);
+    if (m->passes_states)
+        return scan_delta(m, ctx, b, l, in);
+    ith_delta_in x = delta_in(m, in);
     T o = m->acts[l].o;
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     if (ith_cp_size(m->mesh) > 1)
         ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "delta rule output of all tokens", m->dtype,
-                           in->conv.shape[0], share.q_count, c->linear_value_head_dim, &o));
-    ITH_TRY(ith_gated_delta_rule_forward(ctx, o, s.q, s.k, s.v, in->g, in->beta, state, b->seqs,
-                                         scale_of(c->linear_key_head_dim)));
+                           x.v.shape[0], x.v.shape[1], c->linear_value_head_dim, &o));
+    ITH_TRY(
+        ith_gated_delta_rule_forward(ctx, o, x.q, x.k, x.v, x.g, x.beta, state, b->seqs, x.scale));
     ITH_TRY(ith_ulysses_to_tokens(m->mesh, ctx, b->group_tokens, c->linear_num_value_heads,
                                   c->linear_num_key_heads, o, &m->acts[l].o));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
@@ -657,10 +733,11 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     }
     if (keep <= ITH_KEEP_ATTENTION)
         ITH_TRY(push_mixer_out(m, ctx, kept, l, b->group_tokens, t));
+    if (training && m->passes_states && c->layer_is_linear[l])
+        ITH_TRY(push_states(m, ctx, kept, a));
     if (keep != ITH_KEEP_ALL)
         return ITH_OK;
-    ITH_TRY(ith_ctx_push(ctx, kept, "mixer projection", m->dtype, 2, t, mixer_width(c, l), 1, 1,
-                         &a->qkv));
+    ITH_TRY(push_projection(m, ctx, kept, l, t, &a->qkv));
     ITH_TRY(ith_ctx_push(ctx, kept, "middle residual", m->dtype, 2, t, d, 1, 1, &a->x2));
     if (c->layer_is_moe[l])
         return push_experts(m, ctx, kept, a, t);
@@ -677,6 +754,11 @@ static void forget_unsaved(ith_model *m, int64_t l, bool training)
         return;
     *a = (ith_layer_acts){
         .mark = kept.mark, .host_mark = kept.host_mark, .host_x = kept.host_x, .x = kept.x};
+    if (training) {
+        a->state = kept.state;
+        a->map = kept.map;
+        a->knows_state = kept.knows_state;
+    }
     if (keep == ITH_KEEP_ATTENTION) {
         a->o = kept.o;
         a->lse = kept.lse;
@@ -787,34 +869,52 @@ static ith_status linear_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b
     ith_head_share share = delta_share(m);
     channels part[3];
     int count = conv_channels(c, &share, part);
-    int64_t n = in->conv.shape[0], first = share.q_first, heads = share.q_count;
-    T do_heads, dconv, dg, dbeta, none = ith_tensor_none();
-    linear_views s = split_linear(c, a->qkv), ds = split_linear(c, dproj);
+    int64_t n = in->conv.shape[0], rows = in->g.shape[0], first = share.q_first,
+            heads = share.q_count;
+    T dconv, none = ith_tensor_none();
+    linear_views s = split_linear(c, a->qkv), ds = split_linear(c, dproj), d = ds;
     ith_head_parts to = delta_parts(c, &ds), from;
     ITH_TRY(ith_gated_rmsnorm_backward(ctx, do_, ds.z, norm->grad, do_, a->o, s.z, norm->w,
                                        (float)c->rms_norm_eps));
-    ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->linear_num_key_heads,
-                                           do_, &do_heads));
-    ITH_TRY(ith_ulysses_push_parts_gradient(m->mesh, ctx, b->group_tokens, &to, &from));
-    linear_views d = delta_arrived(&from);
+    if (m->passes_states) {
+        d.u = with_halo(ds.u, b->slice.halo);
+    } else {
+        ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens,
+                                               c->linear_num_key_heads, do_, &do_));
+        ITH_TRY(ith_ulysses_push_parts_gradient(m->mesh, ctx, b->group_tokens, &to, &from));
+        d = delta_arrived(&from);
+    }
+    ith_delta_gradient dx;
     ITH_TRY(push(ctx, "convolution gradient", m->dtype, n, share_width(c, &share), &dconv));
-    ITH_TRY(push(ctx, "decay and beta", ITH_F32, n, heads, &dg));
-    ITH_TRY(push(ctx, "decay and beta", ITH_F32, n, heads, &dbeta));
-    ith_qkv x = split_conv(c, &share, in->conv), dx = split_conv(c, &share, dconv);
-    ITH_TRY(ith_gated_delta_rule_backward(ctx, dx.q, dx.k, dx.v, dg, dbeta, none, do_heads, x.q,
-                                          x.k, x.v, in->g, in->beta, none, b->seqs,
-                                          scale_of(c->linear_key_head_dim)));
+    ITH_TRY(push(ctx, "decay and beta", ITH_F32, rows, heads, &dx.dg));
+    ITH_TRY(push(ctx, "decay and beta", ITH_F32, rows, heads, &dx.dbeta));
+    ith_delta_in x = delta_in(m, in);
+    ith_qkv dqkv = split_conv(c, &share, ith_row_range(dconv, n - rows, n));
+    dx.dq = dqkv.q;
+    dx.dk = dqkv.k;
+    dx.dv = dqkv.v;
+    if (n > rows) /* outputs of the halo are another rank's */
+        ITH_TRY(ith_zero(ctx, ith_row_range(dconv, 0, n - rows)));
+    ITH_TRY(m->passes_states ? ith_delta_scan_backward(m->mesh, ctx, &b->slice, b->seqs, &dx, do_,
+                                                       &x, a->state, a->map)
+                             : ith_gated_delta_rule_backward(ctx, dx.dq, dx.dk, dx.dv, dx.dg,
+                                                             dx.dbeta, none, do_, x.q, x.k, x.v,
+                                                             x.g, x.beta, none, b->seqs, x.scale));
     ITH_TRY(ith_gdn_gates_backward(ctx, d.a, d.b, part_of(a_log->grad, first, heads),
-                                   part_of(dt_bias->grad, first, heads), dg, dbeta, in->delta.a,
-                                   in->delta.b, part_of(a_log->w, first, heads),
+                                   part_of(dt_bias->grad, first, heads), dx.dg, dx.dbeta,
+                                   in->delta.a, in->delta.b, part_of(a_log->w, first, heads),
                                    part_of(dt_bias->w, first, heads)));
     for (int i = 0; i < count; i++) {
         int64_t c0 = part[i].column, c1 = c0 + part[i].count;
         ITH_TRY(ith_conv1d_silu_backward(
             ctx, ith_col_range(d.u, c0, c1), part_of(conv->grad, part[i].first, part[i].count),
             ith_col_range(dconv, c0, c1), ith_col_range(in->delta.u, c0, c1),
-            part_of(conv->w, part[i].first, part[i].count), b->seqs));
+            part_of(conv->w, part[i].first, part[i].count),
+            m->passes_states ? b->slice.conv : b->seqs));
     }
+    if (m->passes_states)
+        return ith_slice_halo_backward(m->mesh, ctx, &b->slice, c->linear_conv_kernel_dim, b->seqs,
+                                       d.u);
     return ith_ulysses_parts_to_heads_backward(m->mesh, ctx, b->group_tokens, &to, &from);
 }
 
@@ -835,8 +935,7 @@ static ith_status mixer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, heads_2d(gated)));
     do_ = gated; /* read for the last time */
     ITH_TRY(ith_linear_backward_input(ctx, heads_2d(do_), dx, wo->w, false));
-    ITH_TRY(
-        push(ctx, "mixer projection gradient", m->dtype, b->num_tokens, mixer_width(c, l), &dproj));
+    ITH_TRY(push_projection(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens, &dproj));
     ITH_TRY(c->layer_is_linear[l] ? linear_backward(m, ctx, b, l, in, do_, dproj)
                                   : attention_backward(m, ctx, b, l, in, do_, dproj));
     ITH_TRY(ith_linear_backward_weight(ctx, win->grad, dproj, in->n1));

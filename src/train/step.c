@@ -74,6 +74,8 @@ static ith_status place_all(ith_step *s)
     if (c->noisy && ith_cp_size(c->mesh) > 1)
         ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_tokens,
                         &s->group_position_ids));
+    int64_t list_size = s->model->passes_states ? ith_slice_list_size(c->max_docs) : 0;
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, list_size, &s->slice_lists));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, labels, &s->rows));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, labels, &s->labels));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, labels, &s->seeds));
@@ -90,6 +92,9 @@ static ith_status place_all(ith_step *s)
     s->host_labels = host;
     ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", labels * 4, &host, ctx->err));
     s->host_seeds = host;
+    ITH_TRY(
+        ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", list_size * 4, &host, ctx->err));
+    s->host_slice_lists = host;
     ITH_TRY(ith_zero(ctx, s->balance_sum));
     return ith_zero(ctx, s->loss_sum);
 }
@@ -253,6 +258,9 @@ static ith_status count_step(ith_step *s, keep_counts n)
     ITH_TRY(place_all(s));
     bind_batch(s, c->max_tokens, slice_tokens(c), c->max_docs, slice_labels(c), c->max_doc_tokens,
                NULL);
+    if (s->model->passes_states)
+        ith_slice_docs_largest(s->model->config->linear_conv_kernel_dim, slice_tokens(c),
+                               c->max_docs, c->max_doc_tokens, s->slice_lists, &s->batch.slice);
     ITH_TRY(walk_micro(s, c->training));
     if (c->training)
         ITH_TRY(update(s, (ith_adamw_hyper){.step = 1}));
@@ -381,6 +389,28 @@ static ith_status plan_step(ith_step *s, bool plan_only)
     return plan_only || total <= limit ? ITH_OK : refuse_too_large(s, limit);
 }
 
+/* A CPU rank computes some 16 FLOP of the rule while it sends a byte to another of its machine, a
+ * GPU some 400 over NVLink. */
+static bool passes_states(const ith_step *s)
+{
+    const ith_hf_config *c = s->model->config;
+    int64_t cp = ith_cp_size(s->config.mesh);
+    bool is_linear = false;
+    for (int64_t l = 0; l < c->num_hidden_layers; l++)
+        is_linear |= c->layer_is_linear[l];
+    if (cp == 1 || !is_linear || s->config.linear_cp == ITH_LINEAR_HEADS)
+        return false;
+    ith_linear_shape shape = {.tokens = s->config.max_tokens,
+                              .max_doc_tokens = s->config.max_doc_tokens,
+                              .key_heads = c->linear_num_key_heads,
+                              .value_heads = c->linear_num_value_heads,
+                              .key_dim = c->linear_key_head_dim,
+                              .value_dim = c->linear_value_head_dim,
+                              .element_bytes = ith_dtype_bytes(s->model->dtype)};
+    return s->config.linear_cp == ITH_LINEAR_STATES ||
+           ith_delta_scan_pays(cp, &shape, s->ctx->device == ith_device_cpu() ? 16 : 400);
+}
+
 static ith_status cut_model(ith_step *s)
 {
     ith_model *m = s->model;
@@ -417,6 +447,7 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
     if (s->config.chunk_rows <= 0)
         s->config.chunk_rows = DEFAULT_CHUNK_ROWS;
     s->config.chunk_rows = ith_min_i64(s->config.chunk_rows, ith_max_i64(config->max_labels, 1));
+    model->passes_states = passes_states(s);
     ITH_TRY_OUT(cut_model(s));
     ITH_TRY_OUT(plan_step(s, plan_only));
     if (!plan_only) {
@@ -481,6 +512,12 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
         if (tokens < b->num_tokens)
             ITH_TRY(
                 d->upload(d, s->group_position_ids.data, b->position_ids, b->num_tokens * 4, err));
+    }
+    if (s->model->passes_states) {
+        ith_slice_docs_find(s->config.mesh, s->model->config->linear_conv_kernel_dim, b->cu_seqlens,
+                            b->num_docs, s->host_slice_lists, s->slice_lists, &s->batch.slice);
+        ITH_TRY(d->upload(d, s->slice_lists.data, s->host_slice_lists,
+                          ith_slice_list_size(b->num_docs) * 4, err));
     }
     s->batch.share = (float)(b->weight_sum / weight_sum);
     ITH_TRY(d->upload(d, s->ids.data, b->ids + begin, tokens * 4, err));

@@ -34,6 +34,7 @@ typedef struct {
     int64_t memory_limit;     /* bytes on the device; 0: what is free there */
     float max_grad_norm;      /* <= 0: no clipping */
     uint64_t seed;            /* of stochastic rounding */
+    ith_linear_cp linear_cp;  /* how linear layers share a sequence */
     int64_t block;            /* of the attention mask, see ith_seqs; 0: causal */
     bool noisy;               /* batches are [noisy; clean] */
     bool bidirectional;       /* rows see their whole document */
@@ -62,6 +63,8 @@ typedef struct ith_step {
     ith_vision_buffers vision;
     ith_tensor ids, position_ids, group_position_ids, cu_seqlens, noisy, rows, labels, seeds,
         row_loss;
+    ith_tensor slice_lists; /* of a model that passes states */
+    int32_t *host_slice_lists;
     ith_tensor loss_sum, balance_sum, sumsq, norm, scale;
     /* host staging */
     int32_t *host_rows, *host_labels;

@@ -233,7 +233,8 @@ static ith_step_config step_config(const ith_trainer *t)
         .keep = c->recompute == ITH_RECOMPUTE_AUTO ? -1 : (int)c->recompute - ITH_RECOMPUTE_NONE,
         .memory_limit = c->memory_limit == ITH_CONFIG_UNSET ? 0 : c->memory_limit,
         .max_grad_norm = (float)c->max_grad_norm,
-        .seed = (uint64_t)c->seed};
+        .seed = (uint64_t)c->seed,
+        .linear_cp = (ith_linear_cp)c->linear_cp_mode};
     return s;
 }
 
@@ -242,6 +243,9 @@ static ith_status open_step(ith_trainer *t, bool plan_only, ith_error *err)
     _Static_assert(ITH_RECOMPUTE_ATTENTION - ITH_RECOMPUTE_NONE == ITH_KEEP_ATTENTION &&
                        ITH_RECOMPUTE_FULL - ITH_RECOMPUTE_NONE == ITH_KEEP_INPUT,
                    "recompute names what keep does not");
+    _Static_assert((int)ITH_LINEAR_CP_HEADS == (int)ITH_LINEAR_HEADS &&
+                       (int)ITH_LINEAR_CP_STATES == (int)ITH_LINEAR_STATES,
+                   "config and step name the same things");
     ith_dtype dtype = ith_config_param_dtype(t->config) == ITH_DTYPE_F32 ? ITH_F32 : ITH_BF16;
     ith_step_config s = step_config(t);
     int64_t *limits[] = {&s.max_tokens,
@@ -309,10 +313,11 @@ static ith_status check_mesh(const ith_trainer *t, ith_error *err)
                                "%lld is more than num_attention_heads %lld (use at most that many)",
                                (long long)t->layout.cp_size, (long long)t->hf.num_attention_heads);
     int64_t value_heads = t->hf.linear_num_value_heads;
-    if (value_heads > 0 && t->layout.cp_size > value_heads)
+    if (value_heads > 0 && t->layout.cp_size > value_heads &&
+        t->config->linear_cp_mode == ITH_LINEAR_CP_HEADS)
         return ith_config_fail(t->config, "cp_size", err,
                                "%lld is more than linear_num_value_heads %lld (use at most that "
-                               "many)",
+                               "many, or linear_cp_mode states)",
                                (long long)t->layout.cp_size, (long long)value_heads);
     if (t->mesh && t->config->verify && ith_config_zero_stage(t->config) > 0)
         return ith_config_fail(t->config, "verify", err,
@@ -397,6 +402,15 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
         (long long)t->steps_per_epoch, (long long)t->total_steps);
     ITH_TRY_OUT(ith_trainer_agree(t, open_noise(t, hooks, err), err));
     ITH_TRY_OUT(ith_trainer_agree(t, open_step(t, plan_only, err), err));
+    bool shares = t->layout.cp_size > 1 && t->hf.linear_num_value_heads > 0;
+    if (!shares && ith_config_is_set(config, "linear_cp_mode"))
+        ith_trainer_say(hooks, "linear_cp_mode: no effect, %s",
+                        t->layout.cp_size > 1 ? "the model has no linear attention"
+                                              : "one rank has the whole sequence");
+    if (shares)
+        ith_trainer_say(hooks, "linear attention: %s",
+                        t->model->passes_states ? "passes states between parts of the sequence"
+                                                : "exchanges parts of the sequence for heads");
     return ITH_OK;
 out:
     ith_trainer_close(t);

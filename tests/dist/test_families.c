@@ -1,7 +1,7 @@
 /* Goal: every family gives the same loss, gradients and updated weights on any number of ranks.
  * Method: each rank first makes one step alone over all documents, then its part of it in a job of
- * dp x cp ranks at each ZeRO stage; borders of documents lie on and inside the slices, some ranks
- * have no label, images are in several documents. */
+ * dp x cp ranks at each ZeRO stage, linear layers by heads and by states; borders of documents lie
+ * on and inside the slices, some ranks have no label, images are in several documents. */
 #include "testing.h"
 
 #include <math.h>
@@ -204,6 +204,12 @@ static void make_batch(batch *x, const struct family *f, const ith_hf_config *co
 /* ---- a step ---- */
 
 typedef struct {
+    int64_t cp;
+    int zero, keep;
+    ith_linear_cp linear_cp;
+} layout;
+
+typedef struct {
     ith_hf_config config;
     ith_session session;
     ith_model *model;
@@ -213,6 +219,7 @@ typedef struct {
     float *grad, *w; /* [n] of the flat layout */
 } run;
 
+/* Decay is slow: what happens in one slice is felt in all behind it. */
 static void fill_weights(run *r)
 {
     ith_model *m = r->model;
@@ -223,6 +230,7 @@ static void fill_weights(run *r)
         ith_model_init_piece(m, p, 3, 0, p->count, values);
         for (int64_t k = 0; k < p->count; k++)
             values[k] = p->init == ITH_INIT_ZEROS                   ? 0.1F * sinf((float)k)
+                        : p->init == ITH_INIT_A_LOG                 ? -4 - 0.1F * (float)k
                         : p->init == ITH_INIT_NORMAL && !p->is_norm ? 4 * values[k]
                                                                     : values[k];
         if (m->zero_stage >= 3)
@@ -255,7 +263,7 @@ static float *whole(run *r, ith_tensor flat)
     return out;
 }
 
-static void open_run(run *r, const struct family *f, const ith_mesh *mesh, int zero, int keep)
+static void open_run(run *r, const struct family *f, const ith_mesh *mesh, layout l)
 {
     memset(r, 0, sizeof *r);
     assert_ok(
@@ -268,7 +276,7 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, int z
               err);
     r->model->aux_coef = f->aux_coef;
     ith_step_config c = {.mesh = mesh,
-                         .zero_stage = zero,
+                         .zero_stage = l.zero,
                          .max_tokens = MAX_TOKENS,
                          .max_docs = NUM_DOCS,
                          .max_labels = MAX_TOKENS,
@@ -276,7 +284,8 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, int z
                          .vision = {128, 8, 64},
                          .chunk_rows = 7,
                          .training = true,
-                         .keep = keep,
+                         .keep = l.keep,
+                         .linear_cp = l.linear_cp,
                          .max_grad_norm = 1.0F,
                          .block = f->diffusion ? BLOCK : 0,
                          .noisy = f->diffusion};
@@ -341,42 +350,63 @@ static void compare(const run *r, const run *alone, const char *what)
             fail_msg("%s: %s differs by %g", what, names[i], errors[i]);
 }
 
-static void run_layout(const struct family *f, const run *alone, int64_t cp, int zero, int keep)
+static void run_layout(const struct family *f, const run *alone, layout l)
 {
     char what[128];
     ith_mesh mesh;
     run r;
-    snprintf(what, sizeof what, "%s, %lld ranks, cp %lld, zero %d, keep %d", f->name,
-             (long long)world->size, (long long)cp, zero, keep);
-    assert_ok(ith_mesh_open(&mesh, world, cp, &err), err);
-    open_run(&r, f, &mesh, zero, keep);
+    snprintf(what, sizeof what, "%s, %lld ranks, cp %lld, zero %d, keep %d, linear %d", f->name,
+             (long long)world->size, (long long)l.cp, l.zero, l.keep, (int)l.linear_cp);
+    assert_ok(ith_mesh_open(&mesh, world, l.cp, &err), err);
+    open_run(&r, f, &mesh, l);
     make_step(&r, f, mesh.dp_rank, mesh.dp_size);
     compare(&r, alone, what);
     close_run(&r);
     ith_mesh_close(&mesh);
 }
 
+static const int keeps[] = {ITH_KEEP_ALL, ITH_KEEP_ATTENTION, ITH_KEEP_INPUT, ITH_KEEP_INPUT};
+
 static void test_all_layouts_are_as_one_rank(void **state)
 {
     (void)state;
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         run alone;
-        open_run(&alone, &families[i], NULL, 0, ITH_KEEP_ALL);
+        open_run(&alone, &families[i], NULL, (layout){1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
         make_step(&alone, &families[i], 0, 1);
         for (int64_t cp = 1; cp <= world->size; cp++)
-            for (int zero = 0; zero <= 3 && world->size % cp == 0; zero++)
-                if (cp == world->size || (!families[i].aux_coef && (zero + cp) % 2))
-                    run_layout(&families[i], &alone, cp, zero,
-                               zero == 3 ? ITH_KEEP_INPUT
-                               : zero    ? ITH_KEEP_ATTENTION
-                                         : ITH_KEEP_ALL);
+            for (int zero = 0; zero <= 3 && world->size % cp == 0; zero++) {
+                if (cp < world->size && (families[i].aux_coef > 0 || (zero + cp) % 2 == 0))
+                    continue;
+                run_layout(&families[i], &alone, (layout){cp, zero, keeps[zero], ITH_LINEAR_HEADS});
+                if (cp > 1 && !families[i].diffusion)
+                    run_layout(&families[i], &alone,
+                               (layout){cp, zero, keeps[zero], ITH_LINEAR_STATES});
+            }
         close_run(&alone);
     }
 }
 
+/* States cost nothing where documents are short, runs where they are long; bytes decide for heads
+ * where links are slow. */
+static void test_the_cheaper_way(void **state)
+{
+    (void)state;
+    ith_linear_shape shape = {65536, 65536, 16, 32, 128, 128, 2};
+    assert_false(ith_delta_scan_pays(4, &shape, 16));
+    assert_true(ith_delta_scan_pays(4, &shape, 4000));
+    assert_true(ith_delta_scan_pays(64, &shape, 16)); /* no heads for all */
+    shape.max_doc_tokens = 1000;
+    assert_true(ith_delta_scan_pays(4, &shape, 16));
+    shape.tokens = 256; /* a state is as large as these parts */
+    shape.max_doc_tokens = 64;
+    assert_false(ith_delta_scan_pays(4, &shape, 16));
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_all_layouts_are_as_one_rank)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_all_layouts_are_as_one_rank),
+                                       cmocka_unit_test(test_the_cheaper_way)};
     if (ith_comm_open_world(&world, 120, &err) != ITH_OK) {
         fprintf(stderr, "%s\n", err.text);
         return 1;

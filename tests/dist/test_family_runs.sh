@@ -68,7 +68,7 @@ family() {
     same "$name-ranks" "$name"
     mkdir -p "$work/$name-on" && cp -r "$work/$name-ranks/checkpoint-2" "$work/$name-on/" &&
         cp "$work/$name-ranks/trainer_log.jsonl" "$work/$name-on/"
-    train "$name-on" "$dir" cp_size=3 zero_stage=1 resume_from_checkpoint=auto "$@" ||
+    train "$name-on" "$dir" cp_size=3 zero_stage=1 linear_cp_mode=states resume_from_checkpoint=auto "$@" ||
         { fail "$name: resumed run ended with $?"; tail -3 "$work/$name-on.out"; return; }
     grep -q "resumed .*checkpoint-2" "$work/$name-on.out" || fail "$name-on: did not resume"
     same "$name-on" "$name"
