@@ -30,11 +30,13 @@ static const struct family {
     const char *name, *config;
     bool media, diffusion;
     float aux_coef; /* the balance is that of a micro-batch: it must not be cut by documents */
+    bool few;       /* short documents only: slices of a token, and of none */
 } families[] = {
     {.name = "qwen3_5",
      .config = "{\"model_type\": \"qwen3_5_text\", \"intermediate_size\": 40,"
                " \"tie_word_embeddings\": true, " LINEAR "}"},
     {.name = "qwen3_5_moe", .config = EXPERTS},
+    {.name = "qwen3_5_moe, few tokens", .config = EXPERTS, .few = true},
     {.name = "qwen3_5_moe, balanced", .config = EXPERTS, .aux_coef = 0.1F},
     {.name = "qwen3_5 with images",
      .config =
@@ -188,7 +190,7 @@ static void make_batch(batch *x, const struct family *f, const ith_hf_config *co
     assert_ok(ith_noiser_create(&noiser, &o, &limits, &err), err);
     begin(x);
     for (int64_t doc = 0; doc < NUM_DOCS; doc++) {
-        mine[doc] = doc % dp_size == dp_rank;
+        mine[doc] = doc % dp_size == dp_rank && (!f->few || lengths[doc] <= 3);
         if (mine[doc] && f->diffusion)
             noisy_document(x, noiser, doc);
         else if (mine[doc])

@@ -206,11 +206,100 @@ static void test_exchanges_are_exact(void **state)
                 run_layer(all_heads[c], all_tokens[i]);
 }
 
+/* ---- parts of other kinds: q, k of 3, v of 4, and two numbers per query head ---- */
+
+enum { PARTS = 5, TOKENS = 11 };
+static const int64_t part_dim[PARTS] = {3, 3, DIM, 1, 1};
+static const bool part_kv[PARTS] = {true, true, false, false, false};
+
+static void push_parts(layer *x, int64_t rows, int64_t q_heads, int64_t kv_heads,
+                       ith_head_parts *out)
+{
+    *out = (ith_head_parts){.count = PARTS, .q_heads = x->h.q_heads, .kv_heads = x->h.kv_heads};
+    for (int i = 0; i < PARTS; i++) {
+        out->kv[i] = part_kv[i];
+        assert_ok(ith_ctx_push(&x->ctx, ITH_MEM_ACTIVATIONS, "test", ITH_F32, 3, rows,
+                               part_kv[i] ? kv_heads : q_heads, part_dim[i], 1, &out->t[i]),
+                  err);
+    }
+}
+
+/* Every value of the parts tells where it is from, times scale_of its kv head; written or demanded.
+ */
+static void each_value(const layer *x, const ith_head_parts *p, int64_t first_token,
+                       const ith_head_share *share, float (*scale_of)(const layer *x, int64_t head),
+                       bool write)
+{
+    for (int i = 0; i < PARTS; i++)
+        for (int64_t t = 0; t < p->t[i].shape[0]; t++)
+            for (int64_t h = 0; h < p->t[i].shape[1]; h++)
+                for (int64_t d = 0; d < part_dim[i]; d++) {
+                    int64_t head = h + (part_kv[i] ? share->kv_first : share->q_first);
+                    float want = value(i % 3, first_token + t, head + i / 3, d);
+                    want *= part_kv[i] && scale_of ? scale_of(x, head) : 1;
+                    if (write)
+                        *at(p->t[i], t, h, d) = want;
+                    else if (*at(p->t[i], t, h, d) != want)
+                        fail_msg("rank %lld, part %d, token %lld, head %lld: %g, expected %g",
+                                 (long long)world->rank, i, (long long)(first_token + t),
+                                 (long long)head, (double)*at(p->t[i], t, h, d), (double)want);
+                }
+}
+
+static float own_factor(const layer *x, int64_t head)
+{
+    (void)x;
+    (void)head;
+    return (float)(world->rank + 1);
+}
+
+static void walk_parts(layer *x)
+{
+    bool runs = !ith_ctx_counting(&x->ctx);
+    ith_head_share all = {0, x->h.q_heads, 0, x->h.kv_heads};
+    ith_head_parts in, there, dthere, din;
+    int64_t rows = runs ? x->tokens : ith_div_ceil(x->n, world->size);
+    push_parts(x, rows, x->h.q_heads, x->h.kv_heads, &in);
+    push_parts(x, rows, x->h.q_heads, x->h.kv_heads, &din);
+    if (runs)
+        each_value(x, &in, x->begin, &all, NULL, true);
+    assert_ok(ith_ulysses_parts_to_heads(&mesh, &x->ctx, x->n, &in, &there), err);
+    assert_ok(ith_ulysses_push_parts_gradient(&mesh, &x->ctx, x->n, &din, &dthere), err);
+    if (runs) {
+        each_value(x, &there, 0, &x->own, NULL, false);
+        each_value(x, &dthere, 0, &x->own, own_factor, true);
+    }
+    assert_ok(ith_ulysses_parts_to_heads_backward(&mesh, &x->ctx, x->n, &din, &dthere), err);
+    if (runs)
+        each_value(x, &din, x->begin, &all, sum_of_replicas, false);
+}
+
+static void test_parts_of_other_kinds(void **state)
+{
+    (void)state;
+    for (size_t c = 0; c < sizeof all_heads / sizeof *all_heads; c++) {
+        layer x = {.n = TOKENS, .h = all_heads[c], .begin = ith_cp_begin(&mesh, TOKENS)};
+        if (world->size > x.h.q_heads)
+            continue;
+        x.tokens = ith_cp_end(&mesh, x.n) - x.begin;
+        x.own = ith_ulysses_own_share(&mesh, x.h.q_heads, x.h.kv_heads);
+        x.ctx = ith_ctx_host(ith_backend_ref(), NULL, &err);
+        assert_ok(ith_plan_create(&x.ctx.plan, x.ctx.device, &err), err);
+        walk_parts(&x);
+        for (int k = 0; k < ITH_MEM_CLASSES; k++)
+            ith_plan_release(x.ctx.plan, (ith_mem_class)k, 0);
+        assert_ok(ith_plan_commit(x.ctx.plan, &err), err);
+        walk_parts(&x);
+        ith_plan_destroy(x.ctx.plan);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shares_cover_all_heads),
         cmocka_unit_test(test_exchanges_are_exact),
+        cmocka_unit_test(test_parts_of_other_kinds),
     };
     if (ith_comm_open_world(&world, 120, &err) != ITH_OK ||
         ith_mesh_open(&mesh, world, world->size, &err) != ITH_OK) {
