@@ -26,11 +26,21 @@ static ith_error err;
     "{\"model_type\": \"qwen3_5_moe_text\", \"num_experts\": 5, \"num_experts_per_tok\": 2,"       \
     " \"moe_intermediate_size\": 12, \"shared_expert_intermediate_size\": 20, " LINEAR "}"
 
+#define SEEING                                                                                     \
+    "{\"model_type\": \"qwen3_5\", \"image_token_id\": 48, \"video_token_id\": 49,"                \
+    " \"tie_word_embeddings\": false,"                                                             \
+    " \"text_config\": {\"model_type\": \"qwen3_5_text\", \"intermediate_size\": 40, " LINEAR      \
+    "}, \"vision_config\": {\"model_type\": \"qwen3_5\", \"depth\": 2, \"hidden_size\": 16,"       \
+    " \"intermediate_size\": 24, \"num_heads\": 2, \"in_channels\": 1, \"patch_size\": 2,"         \
+    " \"temporal_patch_size\": 2, \"spatial_merge_size\": 2, \"num_position_embeddings\": 16,"     \
+    " \"out_hidden_size\": 24}}"
+
 static const struct family {
     const char *name, *config;
     bool media, diffusion;
     float aux_coef; /* the balance is that of a micro-batch: it must not be cut by documents */
-    bool few;       /* short documents only: slices of a token, and of none */
+    ith_model_parts frozen;
+    bool few; /* short documents only: slices of a token, and of none */
 } families[] = {
     {.name = "qwen3_5",
      .config = "{\"model_type\": \"qwen3_5_text\", \"intermediate_size\": 40,"
@@ -38,16 +48,15 @@ static const struct family {
     {.name = "qwen3_5_moe", .config = EXPERTS},
     {.name = "qwen3_5_moe, few tokens", .config = EXPERTS, .few = true},
     {.name = "qwen3_5_moe, balanced", .config = EXPERTS, .aux_coef = 0.1F},
-    {.name = "qwen3_5 with images",
-     .config =
-         "{\"model_type\": \"qwen3_5\", \"image_token_id\": 48, \"video_token_id\": 49,"
-         " \"tie_word_embeddings\": false,"
-         " \"text_config\": {\"model_type\": \"qwen3_5_text\", \"intermediate_size\": 40, " LINEAR
-         "}, \"vision_config\": {\"model_type\": \"qwen3_5\", \"depth\": 2, \"hidden_size\": 16,"
-         " \"intermediate_size\": 24, \"num_heads\": 2, \"in_channels\": 1, \"patch_size\": 2,"
-         " \"temporal_patch_size\": 2, \"spatial_merge_size\": 2, \"num_position_embeddings\": 16,"
-         " \"out_hidden_size\": 24}}",
-     .media = true},
+    {.name = "qwen3_5 with images", .config = SEEING, .media = true},
+    {.name = "qwen3_5, tower frozen",
+     .config = SEEING,
+     .media = true,
+     .frozen = {.vision_tower = true}},
+    {.name = "qwen3_5, text frozen",
+     .config = SEEING,
+     .media = true,
+     .frozen = {.language_model = true}},
     {.name = "llada2",
      .config = "{\"model_type\": \"llada2_moe\", \"vocab_size\": 50, \"hidden_size\": 24,"
                " \"num_hidden_layers\": 2, \"num_attention_heads\": 8, \"num_key_value_heads\": 2,"
@@ -150,7 +159,10 @@ static void finish_media(batch *x, const ith_hf_config *config, const bool *mine
     x->b.mrope = x->mrope;
     x->b.pixels = x->pixels;
     x->b.grids = x->grids;
-    assert_ok(ith_mrope_positions(config, x->ids, x->cu, x->b.num_docs, x->grids, x->b.num_grids,
+    const ith_media_tokens tokens = {.image = (int32_t)config->image_token_id,
+                                     .video = (int32_t)config->video_token_id,
+                                     .merge = config->vision.spatial_merge_size};
+    assert_ok(ith_mrope_positions(&tokens, x->ids, x->cu, x->b.num_docs, x->grids, x->b.num_grids,
                                   x->mrope, &err),
               err);
 }
@@ -186,7 +198,11 @@ static void make_batch(batch *x, const struct family *f, const ith_hf_config *co
     bool mine[NUM_DOCS];
     ith_noiser *noiser = NULL;
     ith_noise_options o = {.blocks = true, .block_size = BLOCK, .mask_id = 47, .same_token = true};
-    ith_batch_limits limits = {MAX_TOKENS, NUM_DOCS, MAX_TOKENS, 64, 1};
+    ith_batch_limits limits = {.max_tokens = MAX_TOKENS,
+                               .max_docs = NUM_DOCS,
+                               .max_labels = MAX_TOKENS,
+                               .max_doc_tokens = 64,
+                               .max_micro = 1};
     assert_ok(ith_noiser_create(&noiser, &o, &limits, &err), err);
     begin(x);
     for (int64_t doc = 0; doc < NUM_DOCS; doc++) {
@@ -277,6 +293,7 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, layou
                        : ith_model_create(&r->model, &r->config, ITH_F32, 128, &err),
               err);
     r->model->aux_coef = f->aux_coef;
+    assert_ok(ith_model_freeze(r->model, f->frozen, &err), err);
     ith_step_config c = {.mesh = mesh,
                          .zero_stage = l.zero,
                          .max_tokens = MAX_TOKENS,
@@ -331,7 +348,7 @@ static double distance(const float *a, const float *b, int64_t n)
         diff += ((double)a[i] - (double)b[i]) * ((double)a[i] - (double)b[i]);
         norm += (double)b[i] * (double)b[i];
     }
-    return sqrt(diff / norm);
+    return diff > 0 ? sqrt(diff / norm) : 0 * diff;
 }
 
 static void compare(const run *r, const run *alone, const char *what)
