@@ -80,6 +80,22 @@ family random llada2 "cp_size=4" diffusion_config.name=random_mask diffusion_con
 # means of micro-batches depend on what is in one: one sample
 family means llada2 "dp_size=4 zero_stage=1" micro_batch_size=1 diffusion_config.name=block_diffusion diffusion_config.normalizer=micro_batch
 
+# Images: more ranks than some rows have frames, and a row without any.
+if "$ithaca" env 2>/dev/null | grep -q "pictures.*png"; then
+    echo "iVBORw0KGgoAAAANSUhEUgAAAGAAAAAgBAMAAAAf7mBnAAAAMFBMVEUA/wAQ8igg5VAw2HhAy6BQvshgsfBwpBiAl0CQimigfZCwcLjAY+DQVgjgSTDwPFiD/RbfAAABr0lEQVR42o2T0ZGkMAxEuykC6OcMPPkn54tgPyR72Km72wUKhOmnlmVjSXIk8bvg1g8HPwF8JP4fQI1KMn8D+AbA00HiAxjfHTo16RenUzTgOJLGBkrPcfgsydHys6T8s5MNSB5lep/WpT6gCFlIoYFBzYHHpF2co10SwpEt6fUYuUvcQtKUkUBolYvjIL3KIVJ2H+nPBa14NrmDexe0xf0MkmXKytGI0IhuyVIKcTZUtwgjh07huR0K6dVv3cp4AJg4u60ul613zIoIDYw4nkIv+S5lad+ng6jEQlNoFM57t7pPhFg4xjEnCVke8X3EUarbiEXVs4EOxjwLp1hWHAuxMoK7BmEc/uBwHFIGKoeVFu4nLA9w2mHPIVZc+uDAAWz6zfcR9tXic+FwgZkOI++F23LFLYYGPAIXOJOaQ6wjZ+VkxoHVyQkPB2/KyssOdsCkyjdhOkzz2HyxldhOMFu/Q+rWbVXU6qUEOyUK1zQBPEbgusZZuI1QFq33qOQwgIzJvX/oQpaVBGx34zGMAJN1vfbms8ultTYkeVdOBXM+dqtte9lKHUfawHUNGPAFeTo9+zcl1n8AAAAASUVORK5CYII=" | base64 -d >"$work/wide.png"
+    echo "iVBORw0KGgoAAAANSUhEUgAAACAAAABABAMAAACJoGidAAAAMFBMVEUA/wAQ8igg5VAw2HhAy6BQvshgsfBwpBiAl0CQimigfZCwcLjAY+DQVgjgSTDwPFiD/RbfAAAAqElEQVR42s2Tyw3EIAxEZ1zBmA6SFrb/otLBHmCDMZHyUQ7LBTSMDX6yCQDu9KUsZV3LxwAQYVndpCSgGdkFBocOctREgKrAXxRHByTA2j2herLhiZ6UUdDwrmH8GW0sLTi0C0oOb39oHlmK2AHhGaCJx0SM2CIPAK7oUAxh4jFVexeQEqBkgOk5IAZA1xvmABBTw3RApw1zAogZ0JWGQebxdxO1vTRRX4+lB2G/Gu8oAAAAAElFTkSuQmCC" | base64 -d >"$work/tall.png"
+    cat >"$work/pictures.jsonl" <<'END'
+{"messages": [{"role": "user", "content": "<image>What is this?"}, {"role": "assistant", "content": "A wide thing."}], "images": ["wide.png"]}
+{"messages": [{"role": "user", "content": "Two: <image> and <image>."}, {"role": "assistant", "content": "Both are seen."}], "images": ["tall.png", "wide.png"]}
+{"messages": [{"role": "user", "content": "No picture here."}, {"role": "assistant", "content": "Right."}]}
+{"messages": [{"role": "user", "content": "<image>And now?"}, {"role": "assistant", "content": "A tall one, this time."}], "images": ["tall.png"]}
+END
+    "$ithaca" init "$work/seeing" --size qwen3.5-tiny --learn "$work/data.jsonl" --vocab-size 320 --dtype float32 >/dev/null 2>&1 ||
+        fail "init qwen3.5-tiny"
+    family pictures seeing "dp_size=2 cp_size=2 zero_stage=3" "train_dataset=$work/pictures.jsonl" global_batch_size=4 \
+        eval_split_ratio=0.25
+fi
+
 train wrong qwen3_5 cp_size=8
 [ $? = 2 ] && grep -q "^error: .*cp_size: 8 is more than num_attention_heads 4" "$work/wrong.out" ||
     { fail "cp_size 8"; tail -3 "$work/wrong.out"; }
