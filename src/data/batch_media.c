@@ -13,6 +13,7 @@ struct batch_media_task {
     const char *path;
     int64_t part, row; /* of its sample */
     float *pixels;
+    bool wanted;
     ith_status status;
     ith_error err;
 };
@@ -47,7 +48,8 @@ static void load_task(void *arg, int64_t begin, int64_t end, int thread)
     const batch_media *m = arg;
     for (int64_t i = begin; i < end; i++) {
         task *t = &m->tasks[i];
-        t->status = ith_media_load(m->media, t->item, t->path, t->pixels, &t->err);
+        if (t->wanted)
+            t->status = ith_media_load(m->media, t->item, t->path, t->pixels, &t->err);
     }
 }
 
@@ -73,10 +75,25 @@ static int64_t gather(batch_media *m, const ith_samples *samples, const ith_micr
     return count;
 }
 
+/* The items with a frame of this rank. */
+static void choose(batch_media *m, int64_t count)
+{
+    int64_t all = 0, at = 0;
+    for (int64_t i = 0; i < count; i++)
+        all += ith_grid_patches(m->grids[i]);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t frame = (int64_t)m->grids[i].h * m->grids[i].w;
+        m->tasks[i].wanted = m->ranks <= 1;
+        for (int64_t t = 0; m->ranks > 1 && t < m->grids[i].t; t++, at += frame)
+            m->tasks[i].wanted |= ith_frame_rank(at, frame, all, m->ranks) == m->rank;
+    }
+}
+
 ith_status batch_media_fill(batch_media *m, const ith_samples *samples, ith_micro_batch *batch,
                             ith_error *err)
 {
     int64_t count = gather(m, samples, batch);
+    choose(m, count);
     batch->mrope = m->mrope;
     batch->pixels = m->pixels;
     batch->grids = m->grids;

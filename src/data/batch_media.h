@@ -12,6 +12,7 @@ typedef struct {
     ith_grid *grids;                /* [max_grids] */
     struct batch_media_task *tasks; /* [max_grids] */
     ith_batch_limits limits;
+    int64_t rank, ranks; /* media_rank, media_ranks */
 } batch_media;
 
 ith_status batch_media_create(batch_media *m, const ith_media *media, ith_pool *pool,

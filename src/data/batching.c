@@ -216,6 +216,8 @@ static ith_status alloc_arrays(ith_batcher *b, ith_error *err)
     ITH_TRY(ith_alloc((void **)&a->sample, docs * 8, "batch", err));
     if (b->limits.max_patches)
         ITH_TRY(batch_media_create(&b->media, b->options.media, b->options.pool, &b->limits, err));
+    b->media.rank = b->options.media_rank;
+    b->media.ranks = b->options.media_ranks;
     ITH_TRY(ith_alloc((void **)&b->step_docs, b->step_docs_cap * 8, "batch", err));
     ITH_TRY(ith_alloc((void **)&b->step_begin, (micro + 1) * 8, "batch", err));
     return b->max_carry ? ith_alloc((void **)&b->carry, b->max_carry * 8, "batch", err) : ITH_OK;

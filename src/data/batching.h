@@ -50,6 +50,9 @@ typedef struct {
     int64_t num_subset;
     const ith_media *media; /* reads images and videos; NULL: micro-batches carry none */
     ith_pool *pool;         /* for them; may be NULL */
+    /* Ranks that share a micro-batch's frames out (grid.h): only what has frames of the own share
+     * is read. 0 ranks: everything. */
+    int64_t media_rank, media_ranks;
 } ith_batcher_options;
 
 /* Training batches of a config. layout gives dp_size and grad_accum. */
@@ -73,7 +76,7 @@ typedef struct {
     /* media; mrope NULL: none of it */
     int32_t *mrope;        /* [3,T] positions of time, height, width */
     const float *pixels;   /* patches of all images and videos, in the order of their tokens:
-                              [patches, patch width] */
+                              [patches, patch width]; of items that other ranks read only room */
     const ith_grid *grids; /* [num_grids] */
     int64_t num_grids;
 } ith_micro_batch;

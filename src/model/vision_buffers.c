@@ -113,9 +113,7 @@ static bool is_media(const ith_hf_config *c, int32_t id)
     return id >= 0 && (id == c->image_token_id || id == c->video_token_id);
 }
 
-/* The frames of this rank: those whose middle patch lies in its part of all patches, so ranks have
- * stretches of frames in order. Fills b->own and b->encoded; *first patch, returns how many grids.
- */
+/* The frames of this rank (grid.h) into b->own, and b->encoded; *first patch, returns how many. */
 static int64_t share_out(ith_vision_buffers *b, const ith_model *m, const ith_micro_batch *batch,
                          int64_t patches, int64_t *first)
 {
@@ -127,7 +125,7 @@ static int64_t share_out(ith_vision_buffers *b, const ith_model *m, const ith_mi
         ith_grid g = batch->grids[i];
         int64_t frame = (int64_t)g.h * g.w;
         for (int64_t t = 0; t < g.t; t++, at += frame) {
-            int64_t rank = (2 * at + frame) * cp / (2 * patches);
+            int64_t rank = ith_frame_rank(at, frame, patches, cp);
             while (owner < rank)
                 b->encoded[++owner] = features_of(m, at);
             if (rank != me)

@@ -122,6 +122,13 @@ static ith_status open_media(ith_trainer *t, ith_error *err)
     return ITH_OK;
 }
 
+/* A cp group reads and encodes each image once. */
+static void share_media(const ith_trainer *t, ith_batcher_options *o)
+{
+    o->media_rank = t->mesh ? t->mesh->cp_rank : 0;
+    o->media_ranks = ith_cp_size(t->mesh);
+}
+
 static ith_status open_data(ith_trainer *t, ith_error *err)
 {
     const ith_config *c = t->config;
@@ -155,6 +162,7 @@ static ith_status open_data(ith_trainer *t, ith_error *err)
     b.num_subset = num_train;
     b.media = t->media;
     b.pool = pool;
+    share_media(t, &b);
     ITH_TRY(ith_batcher_create(&t->batcher, t->samples, &b, err));
     if (t->eval_samples) {
         b = ith_batcher_eval_options(c, &t->layout, dp_rank);
@@ -162,6 +170,7 @@ static ith_status open_data(ith_trainer *t, ith_error *err)
         b.num_subset = num_eval;
         b.media = t->media;
         b.pool = pool;
+        share_media(t, &b);
         ITH_TRY(ith_batcher_create(&t->eval_batcher, t->eval_samples, &b, err));
         ITH_TRY(ith_batcher_save(t->eval_batcher, &t->eval_start, err));
     }
