@@ -4,6 +4,7 @@
 #define ITH_CLI_ANSWERING_H
 
 #include "cli/options.h"
+#include "data/media.h"
 #include "generate/decoder.h"
 #include "tokenizer/chat.h"
 
@@ -16,6 +17,18 @@
      .help = "Most tokens of an answer.",                                                          \
      .min = 1,                                                                                     \
      .max = 1e9},                                                                                  \
+        {.name = "image",                                                                          \
+         .letter = 'i',                                                                            \
+         .type = ITH_OPTION_PATH,                                                                  \
+         .help = "An image before the first message; may be given again."},                        \
+        {.name = "video",                                                                          \
+         .type = ITH_OPTION_PATH,                                                                  \
+         .help = "A video before the first message; may be given again."},                         \
+        {.name = "image-max-pixels",                                                               \
+         .type = ITH_OPTION_INT,                                                                   \
+         .help = "Bring larger images, and frames of videos, down to this area first.",            \
+         .min = 1,                                                                                 \
+         .max = 1e12},                                                                             \
         {.name = "do-sample",                                                                      \
          .type = ITH_OPTION_WORD,                                                                  \
          .help =                                                                                   \
@@ -80,6 +93,7 @@
 typedef struct {
     ith_tokenizer *tokenizer;
     ith_chat *chat;
+    ith_media *media;           /* NULL: the model reads text only */
     ith_hf_generation defaults; /* generation_config.json */
     ith_hf_config hf;
     int32_t stop_ids[2 * ITH_HF_MAX_STOP_IDS + 1];
@@ -101,7 +115,22 @@ ith_decoder_options ith_answering_decoder(const ith_answering *a, const ith_args
 /* {role, content} appended to an array of messages. */
 ith_status ith_add_message(json_t *messages, const char *role, const char *text, int64_t len,
                            ith_error *err);
-/* Ids of the prompt of HF messages, generation prompt included. */
+/* The same with images and videos before the text: paths, ended by NULL; NULL: none. Appends them
+ * to media, too. */
+ith_status ith_add_media_message(const ith_answering *a, json_t *messages, const char *text,
+                                 int64_t len, const char *const *images, const char *const *videos,
+                                 ith_media_list *media, ith_error *err);
+/* Values of --image or --video, ended by NULL; free with ith_free. */
+ith_status ith_args_paths(const ith_args *args, const char *name, const char ***out,
+                          ith_error *err);
+/* Patches and grids of items [first, first + num) of a list, as a decoder wants them; free both
+ * with ith_free. */
+ith_status ith_load_media(const ith_answering *a, const ith_media_list *list, int64_t first,
+                          int64_t num, float **pixels, ith_grid **grids, ith_error *err);
+/* Adds what those items need. */
+void ith_count_media(const ith_media_list *list, int64_t first, int64_t num,
+                     ith_vision_limits *limits);
+/* Ids of the prompt of HF messages, or of canonical ones with media, generation prompt included. */
 ith_status ith_prompt_ids(const ith_answering *a, const json_t *messages, const json_t *tools,
                           ith_ids *out, ith_error *err);
 

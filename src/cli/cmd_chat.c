@@ -9,11 +9,19 @@
 #include "cli/commands.h"
 #include "cli/terminal.h"
 
+/* Tokens of one append with images: the tower's memory is planned for as many. */
+#define MAX_MEDIA_APPEND 4096
+
 typedef struct {
     ith_answering a;
     ith_decoder d;
     json_t *messages;
     ith_ids cached; /* ids whose keys and values are in the cache */
+    ith_media_list media;
+    int64_t cached_media; /* items of it whose tokens are in the cache */
+    const char **videos;  /* before the next message, ended by NULL, as: */
+    char **images;        /* owned */
+    int64_t num_images, cap_images;
     ith_sampler sampler;
     int64_t turns;
 } conversation;
@@ -22,6 +30,8 @@ static ith_status restart(conversation *c, ith_error *err)
 {
     json_array_clear(c->messages);
     c->cached.count = 0;
+    ith_media_list_deinit(&c->media);
+    c->cached_media = 0;
     ith_decoder_reset(&c->d);
     return c->a.system ? ith_add_message(c->messages, "system", c->a.system,
                                          (int64_t)strlen(c->a.system), err)
@@ -38,27 +48,66 @@ static ith_status remember(conversation *c, const int32_t *ids, int64_t n, ith_e
     return ITH_OK;
 }
 
-/* Appends what the cache does not hold, in pieces of at most max_append. */
+/* Appends a piece with the next `num` images and videos. */
+static ith_status feed_piece(conversation *c, const int32_t *ids, int64_t n, int64_t num,
+                             ith_error *err)
+{
+    float *pixels = NULL;
+    ith_grid *grids = NULL;
+    if (num)
+        ITH_TRY(ith_load_media(&c->a, &c->media, c->cached_media, num, &pixels, &grids, err));
+    ith_decoder_media media = {pixels, grids, num};
+    ith_status status = ith_decoder_append_media(&c->d, &ids, &n, &media);
+    ith_free(pixels);
+    ith_free(grids);
+    ITH_TRY(status);
+    c->cached_media += num;
+    return remember(c, ids, n, err);
+}
+
+/* Appends what the cache does not hold, in pieces of at most max_append that cut through no image.
+ */
 static ith_status feed(conversation *c, const int32_t *ids, int64_t n, ith_error *err)
 {
-    for (int64_t done = 0; done < n;) {
-        int64_t piece = n - done < c->d.options.max_append ? n - done : c->d.options.max_append;
-        const int32_t *from = ids + done;
-        ITH_TRY(ith_decoder_append(&c->d, &from, &piece));
-        ITH_TRY(remember(c, from, piece, err));
-        done += piece;
+    int64_t most = c->d.options.max_append, end = 0, num = 0;
+    for (int64_t done = 0; done < n; done = end) {
+        end = n - done < most ? n : done + most;
+        if (c->a.media)
+            ITH_TRY(ith_media_cut(ith_media_ids(c->a.media), ids, n, done, most,
+                                  c->media.items + c->cached_media,
+                                  c->media.count - c->cached_media, &end, &num, err));
+        if (end == done)
+            return ith_fail(err, ITH_ERR_RUN,
+                            "an image or video is longer than the %lld tokens that fit at once "
+                            "(--image-max-pixels makes it smaller, --context makes room)",
+                            (long long)most);
+        ITH_TRY(feed_piece(c, ids + done, end - done, num, err));
     }
+    return ITH_OK;
+}
+
+/* How many tokens of the prompt the cache keeps: what both begin with, as far as the model can go
+ * back, and no image half. */
+static ith_status keep_common(conversation *c, const ith_ids *prompt, int64_t *out, ith_error *err)
+{
+    int64_t same = 0, num = 0;
+    while (same < c->cached.count && same + 1 < prompt->count &&
+           c->cached.ids[same] == prompt->ids[same])
+        same++;
+    if (c->a.media)
+        ITH_TRY(ith_media_cut(ith_media_ids(c->a.media), prompt->ids, prompt->count, 0, same,
+                              c->media.items, c->media.count, &same, &num, err));
+    same = ith_decoder_truncate(&c->d, 0, same);
+    c->cached.count = same;
+    c->cached_media = same ? num : 0;
+    *out = same;
     return ITH_OK;
 }
 
 static ith_status feed_prompt(conversation *c, const ith_ids *prompt, ith_error *err)
 {
     int64_t same = 0;
-    while (same < c->cached.count && same + 1 < prompt->count &&
-           c->cached.ids[same] == prompt->ids[same])
-        same++;
-    same = ith_decoder_truncate(&c->d, 0, same);
-    c->cached.count = same;
+    ITH_TRY(keep_common(c, prompt, &same, err));
     if (prompt->count >= c->d.options.capacity)
         return ith_fail(err, ITH_ERR_RUN,
                         "the conversation has %lld tokens, the context holds %lld (/clear starts "
@@ -100,11 +149,29 @@ static ith_status answer_turn(conversation *c, ith_buf *answer, ith_error *err)
     return ith_buf_check(answer, "answer", err);
 }
 
+/* NULL: forgets all. */
+static ith_status add_image(conversation *c, const char *path, ith_error *err)
+{
+    for (; !path && c->num_images > 0; c->images[c->num_images] = NULL)
+        ith_free(c->images[--c->num_images]);
+    ITH_TRY(ith_grow((void **)&c->images, &c->cap_images, c->num_images + 2, sizeof *c->images,
+                     "paths", err));
+    char *copy = path ? ith_strndup(path, (int64_t)strlen(path)) : NULL;
+    c->images[c->num_images] = copy;
+    c->num_images += copy != NULL;
+    c->images[c->num_images] = NULL;
+    return !path || copy ? ITH_OK : ith_fail(err, ITH_ERR_MEMORY, "out of memory for paths");
+}
+
 static ith_status turn(conversation *c, const char *line, int64_t len, ith_error *err)
 {
     ith_ids prompt = {0};
     ith_buf answer = {0};
-    ith_status status = ith_add_message(c->messages, "user", line, len, err);
+    ith_status status = ith_add_media_message(
+        &c->a, c->messages, line, len, (const char *const *)c->images, c->videos, &c->media, err);
+    c->videos[0] = NULL; /* seen */
+    if (status == ITH_OK)
+        status = add_image(c, NULL, err);
     if (status == ITH_OK)
         status = ith_prompt_ids(&c->a, c->messages, NULL, &prompt, err);
     if (status == ITH_OK)
@@ -120,6 +187,25 @@ static ith_status turn(conversation *c, const char *line, int64_t len, ith_error
     return status;
 }
 
+/* /image FILE: before the next message. A file that cannot be read is told, and no end. */
+static ith_status take_image(conversation *c, const char *path, ith_error *err)
+{
+    ith_media_list looked = {0};
+    ith_error why = {0};
+    json_t *messages = json_array();
+    const char *const one[] = {path, NULL};
+    ith_status status =
+        c->a.media ? ith_add_media_message(&c->a, messages, "", 0, one, NULL, &looked, &why)
+                   : ith_fail(&why, ITH_ERR_USAGE, "%s reads text only", c->a.hf.model_type);
+    if (status == ITH_OK)
+        printf("(%s comes with the next message)\n", path);
+    else
+        printf("(%s)\n", why.text);
+    ith_media_list_deinit(&looked);
+    json_decref(messages);
+    return status == ITH_OK ? add_image(c, path, err) : ITH_OK;
+}
+
 static ith_status loop(conversation *c, ith_error *err)
 {
     bool people = isatty(STDIN_FILENO), colours = ith_terminal_colours(STDOUT_FILENO);
@@ -127,7 +213,8 @@ static ith_status loop(conversation *c, ith_error *err)
     size_t cap = 0;
     ith_status status = restart(c, err);
     if (people)
-        fputs("Type a message. /clear starts anew, /exit or Ctrl-D ends.\n\n", stdout);
+        printf("Type a message. %s/clear starts anew, /exit or Ctrl-D ends.\n\n",
+               c->a.media ? "/image FILE shows a picture. " : "");
     while (status == ITH_OK) {
         if (people)
             fputs(colours ? "\033[1m> \033[0m" : "> ", stdout);
@@ -141,6 +228,8 @@ static ith_status loop(conversation *c, ith_error *err)
             break;
         if (strcmp(line, "/clear") == 0 || strcmp(line, "clear") == 0)
             status = restart(c, err);
+        else if (strncmp(line, "/image ", 7) == 0)
+            status = take_image(c, line + 7, err);
         else if (len > 0)
             status = turn(c, line, len, err);
     }
@@ -157,9 +246,21 @@ static ith_status run_chat(const ith_args *args, ith_error *err)
     int64_t context = ith_args_int(args, "context");
     ith_decoder_options o =
         ith_answering_decoder(&c.a, args, 1, context, context < 2048 ? context : 2048);
+    if (c.a.media) { /* an image is fed whole */
+        int64_t merge = ith_media_ids(c.a.media)->merge;
+        o.max_append = context < MAX_MEDIA_APPEND ? context : MAX_MEDIA_APPEND;
+        o.media = (ith_vision_limits){o.max_append * merge * merge, o.max_append,
+                                      o.max_append * merge * merge};
+    }
+    status = add_image(&c, NULL, err);
+    for (int i = 0; status == ITH_OK && ith_args_each(args, "image", i); i++)
+        status = add_image(&c, ith_args_each(args, "image", i), err);
+    if (status == ITH_OK)
+        status = ith_args_paths(args, "video", &c.videos, err);
     c.messages = json_array();
-    status = c.messages ? ith_sampler_init(&c.sampler, c.a.hf.vocab_size, err)
-                        : ith_fail(err, ITH_ERR_MEMORY, "out of memory");
+    if (status == ITH_OK)
+        status = c.messages ? ith_sampler_init(&c.sampler, c.a.hf.vocab_size, err)
+                            : ith_fail(err, ITH_ERR_MEMORY, "out of memory");
     if (status == ITH_OK)
         status = ith_decoder_open(&c.d, args->positional[0], &o, err);
     if (status == ITH_OK)
@@ -167,6 +268,11 @@ static ith_status run_chat(const ith_args *args, ith_error *err)
     ith_decoder_close(&c.d);
     ith_sampler_deinit(&c.sampler);
     ith_ids_free(&c.cached);
+    ith_media_list_deinit(&c.media);
+    for (int64_t i = 0; i < c.num_images; i++)
+        ith_free(c.images[i]);
+    ith_free(c.images);
+    ith_free(c.videos);
     json_decref(c.messages);
     ith_answering_close(&c.a);
     return status;
@@ -186,7 +292,8 @@ const ith_command ith_cmd_chat = {
     .name = "chat",
     .arguments = "MODEL",
     .summary = "Talk to a model in the terminal",
-    .details = "Reads one message per line; /clear starts anew, /exit ends.\n",
+    .details = "Reads one message per line; /image FILE shows a picture with the next one, /clear "
+               "starts anew, /exit ends.\n",
     .options = options,
     .min_positional = 1,
     .max_positional = 1,

@@ -270,7 +270,8 @@ static ith_status open_media(view *v, ith_error *err)
     if (status == ITH_OK && ith_path_exists(path.data)) {
         status = ith_hf_config_load(&v->hf, model, err);
         if (status == ITH_OK)
-            status = ith_media_open_model(&v->media, model, &v->config, &v->hf, v->tokenizer, err);
+            status =
+                ith_media_open_model(&v->media, model, &v->config, 0, &v->hf, v->tokenizer, err);
     }
     ith_buf_deinit(&path);
     return status;

@@ -17,7 +17,10 @@
 
 typedef struct {
     ith_ids *prompts;
-    int64_t count, cap, longest;
+    ith_media_list *media; /* beside each prompt */
+    int64_t count, cap, cap_media, longest;
+    const char *path; /* of the file of prompts, or NULL */
+    const char **images, **videos;
 } prompt_list;
 
 /* Answers of the running batch. */
@@ -33,13 +36,18 @@ typedef struct {
     int64_t total;
 } collector;
 
+/* Takes media. */
 static ith_status add_prompt(prompt_list *l, const ith_answering *a, json_t *messages,
-                             const json_t *tools, ith_error *err)
+                             const json_t *tools, ith_media_list *media, ith_error *err)
 {
     ITH_TRY(
         ith_grow((void **)&l->prompts, &l->cap, l->count + 1, sizeof *l->prompts, "prompts", err));
+    ITH_TRY(ith_grow((void **)&l->media, &l->cap_media, l->count + 1, sizeof *l->media, "prompts",
+                     err));
     l->prompts[l->count] = (ith_ids){0};
     ITH_TRY(ith_prompt_ids(a, messages, tools, &l->prompts[l->count], err));
+    l->media[l->count] = *media;
+    *media = (ith_media_list){0};
     l->longest = l->prompts[l->count].count > l->longest ? l->prompts[l->count].count : l->longest;
     l->count++;
     return ITH_OK;
@@ -49,14 +57,48 @@ static ith_status add_text(prompt_list *l, const ith_answering *a, const char *t
                            ith_error *err)
 {
     json_t *messages = json_array();
+    ith_media_list media = {0};
     ith_status status = ITH_OK;
     if (a->system)
         status = ith_add_message(messages, "system", a->system, (int64_t)strlen(a->system), err);
     if (status == ITH_OK)
-        status = ith_add_message(messages, "user", text, len, err);
+        status = ith_add_media_message(a, messages, text, len, l->images, l->videos, &media, err);
     if (status == ITH_OK)
-        status = add_prompt(l, a, messages, NULL, err);
+        status = add_prompt(l, a, messages, NULL, &media, err);
+    ith_media_list_deinit(&media);
     json_decref(messages);
+    return status;
+}
+
+static bool has_media(const json_t *row)
+{
+    const json_t *messages = json_object_get(row, "messages");
+    if (json_object_get(row, "images") || json_object_get(row, "videos"))
+        return true;
+    for (size_t i = 0; i < json_array_size(messages); i++)
+        if (json_is_array(json_object_get(json_array_get(messages, i), "content")))
+            return true;
+    return false;
+}
+
+/* A row with content lists or columns of files: as in training data. */
+static ith_status add_media_row(prompt_list *l, const ith_answering *a, const json_t *row,
+                                ith_error *err)
+{
+    ith_converted c;
+    ith_media_list media = {0};
+    ITH_TRY(ith_convert_row(ITH_CONVERTER_CANONICAL, row, NULL, &c, err));
+    ith_status status = ITH_OK;
+    if (c.drop != ITH_DROP_NONE || !c.messages)
+        status = ith_fail(err, ITH_ERR_FORMAT, "%s", c.detail);
+    else if (c.has_media && !a->media)
+        status = ith_fail(err, ITH_ERR_FORMAT, "%s reads text only", a->hf.model_type);
+    else if (c.has_media)
+        status = ith_media_prepare(a->media, c.messages, l->path, &media, err);
+    if (status == ITH_OK)
+        status = add_prompt(l, a, c.messages, c.tools, &media, err);
+    ith_media_list_deinit(&media);
+    ith_converted_deinit(&c);
     return status;
 }
 
@@ -66,9 +108,12 @@ static ith_status add_json_row(prompt_list *l, const ith_answering *a, const cha
     json_t *row = NULL;
     ITH_TRY(ith_json_parse(&row, line, len, "row", err));
     json_t *messages = json_object_get(row, "messages"), *prompt = json_object_get(row, "prompt");
+    ith_media_list none = {0};
     ith_status status;
-    if (json_is_array(messages))
-        status = add_prompt(l, a, messages, json_object_get(row, "tools"), err);
+    if (json_is_array(messages) && has_media(row))
+        status = add_media_row(l, a, row, err);
+    else if (json_is_array(messages))
+        status = add_prompt(l, a, messages, json_object_get(row, "tools"), &none, err);
     else if (json_is_string(prompt))
         status =
             add_text(l, a, json_string_value(prompt), (int64_t)json_string_length(prompt), err);
@@ -84,6 +129,7 @@ static ith_status read_prompts(prompt_list *l, const ith_answering *a, const cha
 {
     ith_map map;
     ITH_TRY(ith_map_open(&map, path, err));
+    l->path = path;
     size_t name = strlen(path);
     bool json = name > 6 && strcmp(path + name - 6, ".jsonl") == 0;
     ith_status status = ITH_OK;
@@ -151,17 +197,40 @@ static ith_status print_answer(const collector *c, int64_t i, int64_t row, ith_e
     return status;
 }
 
+/* The media of n prompts, one after the other; pixels and grids are the caller's to free. */
+static ith_status batch_media(const ith_answering *a, const prompt_list *l, int64_t first,
+                              int64_t n, ith_decoder_media *out, ith_error *err)
+{
+    ith_media_list all = {0};
+    ith_status status = ITH_OK;
+    float *pixels = NULL;
+    ith_grid *grids = NULL;
+    for (int64_t i = first; i < first + n; i++)
+        ITH_TRY_OUT(ith_media_list_append(&all, &l->media[i], err));
+    if (all.count)
+        ITH_TRY_OUT(ith_load_media(a, &all, 0, all.count, &pixels, &grids, err));
+    *out = (ith_decoder_media){pixels, grids, all.count};
+out:
+    ith_media_list_deinit(&all);
+    return status;
+}
+
 static ith_status answer_batch(ith_decoder *d, collector *c, const ith_answering *a,
                                const prompt_list *l, int64_t first, int64_t n, ith_error *err)
 {
+    ith_decoder_media media = {0};
     ith_generate_options how = {a->sampling, a->stop_ids, a->num_stop_ids, a->max_new,
-                                on_token,    c,           (uint64_t)first};
+                                on_token,    c,           (uint64_t)first, &media};
     for (int64_t i = 0; i < n; i++) {
         c->answers[i].count = 0;
         c->stopped[i] = false;
     }
     ith_token_stream_init(&c->stream, a->tokenizer, true);
-    ITH_TRY(ith_decoder_generate(d, l->prompts + first, n, &how, err));
+    ITH_TRY(batch_media(a, l, first, n, &media, err));
+    ith_status status = ith_decoder_generate(d, l->prompts + first, n, &how, err);
+    ith_free((void *)(uintptr_t)media.pixels);
+    ith_free((void *)(uintptr_t)media.grids);
+    ITH_TRY(status);
     ITH_TRY(c->status);
     if (c->live) {
         ith_buf_clear(&c->text);
@@ -288,6 +357,15 @@ static ith_status answer_all(const ith_answering *a, const ith_args *args, const
     int64_t batch = ith_args_int(args, "batch") < l->count ? ith_args_int(args, "batch") : l->count;
     ith_decoder_options o =
         ith_answering_decoder(a, args, batch, l->longest + a->max_new, batch * l->longest);
+    for (int64_t first = 0; first < l->count; first += batch) {
+        ith_vision_limits sizes = {0};
+        for (int64_t i = first; i < first + batch && i < l->count; i++)
+            ith_count_media(&l->media[i], 0, l->media[i].count, &sizes);
+        o.media.max_patches = ith_max_i64(o.media.max_patches, sizes.max_patches);
+        o.media.max_segments = ith_max_i64(o.media.max_segments, sizes.max_segments);
+        o.media.max_segment_patches =
+            ith_max_i64(o.media.max_segment_patches, sizes.max_segment_patches);
+    }
     ith_status status = ITH_OK;
     struct timespec t0, t1;
     ITH_TRY_OUT(ith_alloc_zero((void **)&c.answers, batch, sizeof *c.answers, "answers", err));
@@ -320,16 +398,29 @@ static ith_status run_generate(const ith_args *args, ith_error *err)
         return ith_fail(err, ITH_ERR_USAGE,
                         "generate: give either a file of prompts or --prompt TEXT");
     ITH_TRY(ith_answering_open(&a, args->positional[0], args, err));
-    ith_status status = prompt ? add_text(&l, &a, prompt, (int64_t)strlen(prompt), err)
-                               : read_prompts(&l, &a, args->positional[1], err);
+    ith_status status = ith_args_paths(args, "image", &l.images, err);
+    if (status == ITH_OK)
+        status = ith_args_paths(args, "video", &l.videos, err);
+    if (status == ITH_OK && !prompt && (l.images[0] || l.videos[0]))
+        status = ith_fail(err, ITH_ERR_USAGE,
+                          "generate: --image and --video go with --prompt (rows of a file name "
+                          "theirs themselves)");
+    if (status == ITH_OK)
+        status = prompt ? add_text(&l, &a, prompt, (int64_t)strlen(prompt), err)
+                        : read_prompts(&l, &a, args->positional[1], err);
     if (status == ITH_OK && l.count == 0)
         status = ith_fail(err, ITH_ERR_FORMAT, "%s: no prompt in it", args->positional[1]);
     if (status == ITH_OK)
         status = a.hf.family == ITH_FAMILY_LLADA2 ? answer_blocks(&a, args, &l, err)
                                                   : answer_all(&a, args, &l, err);
-    for (int64_t i = 0; i < l.count; i++)
+    for (int64_t i = 0; i < l.count; i++) {
         ith_ids_free(&l.prompts[i]);
+        ith_media_list_deinit(&l.media[i]);
+    }
     ith_free(l.prompts);
+    ith_free(l.media);
+    ith_free(l.images);
+    ith_free(l.videos);
     ith_answering_close(&a);
     return status;
 }
@@ -389,7 +480,7 @@ const ith_command ith_cmd_generate = {
     .arguments = "MODEL [FILE]",
     .summary = "Answer a prompt or a file of prompts",
     .details = "Rows of a .jsonl FILE hold \"messages\" or \"prompt\"; other files hold one prompt "
-               "per line.\n"
+               "per line. Messages may hold images and videos as in training data.\n"
                "Writes one JSON object per prompt: row, answer, tokens, finish_reason.\n"
                "Diffusion models write blocks of tokens; forwards are reported, too.\n",
     .options = options,

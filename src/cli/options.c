@@ -174,6 +174,8 @@ static ith_status take_value(parser *p, int idx, const char *attached, ith_error
     ITH_TRY(check_value(option, value, err));
     p->args.values[idx] = value;
     p->args.given[idx] = true;
+    p->args.all[p->args.num_all] = value;
+    p->args.all_rows[p->args.num_all++] = idx;
     return ITH_OK;
 }
 
@@ -244,9 +246,18 @@ ith_status ith_args_parse(ith_args *out, const ith_option *options, bool takes_o
                 .argv = argv};
     ITH_TRY(ith_alloc_zero((void **)&p.args.positional, argc + 1,
                            (int64_t)sizeof *p.args.positional, "arguments", err));
+    int64_t most = 0; /* flags may share an argument */
+    for (int i = 0; i < argc; i++)
+        most += (int64_t)strlen(argv[i]) + 1;
+    ith_status status =
+        ith_alloc((void **)&p.args.all, (most + 1) * (int64_t)sizeof *p.args.all, "arguments", err);
+    if (status == ITH_OK)
+        status = ith_alloc((void **)&p.args.all_rows, (most + 1) * (int64_t)sizeof *p.args.all_rows,
+                           "arguments", err);
     for (int i = 0; i < ith_num_options(options); i++)
         p.args.values[i] = options[i].default_text;
-    ith_status status = parse_all(&p, err);
+    if (status == ITH_OK)
+        status = parse_all(&p, err);
     if (status == ITH_OK)
         *out = p.args;
     else
@@ -257,7 +268,11 @@ ith_status ith_args_parse(ith_args *out, const ith_option *options, bool takes_o
 void ith_args_deinit(ith_args *args)
 {
     ith_free(args->positional);
+    ith_free(args->all);
+    ith_free(args->all_rows);
     args->positional = NULL;
+    args->all = NULL;
+    args->all_rows = NULL;
     args->num_positional = 0;
 }
 
@@ -309,6 +324,15 @@ int ith_args_word(const ith_args *args, const char *name)
     int idx = find_option(args, name);
     ITH_ASSERT(args->options[idx].type == ITH_OPTION_WORD);
     return args->values[idx] ? find_word(args->options[idx].words, args->values[idx]) : -1;
+}
+
+const char *ith_args_each(const ith_args *args, const char *name, int i)
+{
+    int idx = find_option(args, name);
+    for (int k = 0; k < args->num_all; k++)
+        if (args->all_rows[k] == idx && i-- == 0)
+            return args->all[k];
+    return NULL;
 }
 
 bool ith_args_given(const ith_args *args, const char *name)

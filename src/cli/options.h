@@ -2,8 +2,8 @@
  * rows.
  *
  * A table ends with a row whose name is NULL. Values are checked while parsing, so getters cannot
- * fail. --name value, --name=value, -n value, -nvalue; `--` ends the options; the last one wins.
- * A flag takes no value. */
+ * fail. --name value, --name=value, -n value, -nvalue; `--` ends the options; of an option given
+ * more than once the last one wins, where the command does not read each. A flag takes no value. */
 #ifndef ITH_CLI_OPTIONS_H
 #define ITH_CLI_OPTIONS_H
 
@@ -35,6 +35,8 @@ typedef struct {
     const ith_option *options;
     const char *values[ITH_MAX_OPTIONS]; /* per row: given, else default, else NULL */
     bool given[ITH_MAX_OPTIONS];
+    const char **all; /* every value in the order given, and beside it the row it is of */
+    int *all_rows, num_all;
     const char **positional; /* borrowed from argv */
     int num_positional;
     bool help; /* --help or -h was given */
@@ -55,6 +57,8 @@ const char *ith_args_text(const ith_args *args, const char *name);
 /* Index of the chosen word, -1 when unset. */
 int ith_args_word(const ith_args *args, const char *name);
 bool ith_args_given(const ith_args *args, const char *name);
+/* The i-th value of an option that may be given more than once; NULL: there are no more. */
+const char *ith_args_each(const ith_args *args, const char *name, int i);
 
 int ith_num_options(const ith_option *options);
 /* "-n, --name N", for help and man page. */

@@ -16,7 +16,9 @@ static bool is_one_of(const char *text, const char *const *names, size_t count)
 
 static const char *const roles[] = {"system", "user", "assistant", "tool"};
 static const char *const text_types[] = {"text", "reasoning", "tool_call"};
-static const char *const media_types[] = {"image_url", "video_url", "audio_url"};
+/* canonical first; the second is how Hugging Face messages spell it */
+static const char *const media_types[][2] = {
+    {"image_url", "image"}, {"video_url", "video"}, {"audio_url", "audio"}};
 static const char *const reasoning_keys[] = {"reasoning_content", "reasoning", "thinking"};
 /* read elsewhere, or of no use to a template */
 static const char *const other_keys[] = {"role", "content", "tool_calls", "tool_call_id", "name"};
@@ -51,12 +53,17 @@ static ith_status take_weight(conversion *c, const json_t *message, const char *
 }
 
 /* The value of a block: "value" as LlamaFactory has it, or under the name of its type as OpenAI
- * ({type: text, text: ...}, {type: image_url, image_url: {url: ...}}). */
+ * ({type: text, text: ...}, {type: image_url, image_url: {url: ...}}), or as transformers ({type:
+ * image, url: ...} or path). */
 static json_t *block_value(const json_t *block, const char *type)
 {
     json_t *value = conv_get(block, "value");
     if (!value)
         value = conv_get(block, type);
+    if (!value)
+        value = conv_get(block, "url");
+    if (!value)
+        value = conv_get(block, "path");
     if (json_is_object(value) && conv_get(value, "url"))
         value = conv_get(value, "url");
     return value;
@@ -65,7 +72,14 @@ static json_t *block_value(const json_t *block, const char *type)
 static ith_status add_block(conversion *c, json_t *content, const json_t *block, const char *field)
 {
     const char *type = json_string_value(conv_get(block, "type"));
-    bool is_media = type && is_one_of(type, media_types, COUNT(media_types));
+    const char *canonical = type;
+    bool is_media = false;
+    for (size_t i = 0; type && i < COUNT(media_types); i++)
+        for (int k = 0; k < 2; k++)
+            if (strcmp(type, media_types[i][k]) == 0) {
+                canonical = media_types[i][0];
+                is_media = true;
+            }
     if (!type || (!is_media && !is_one_of(type, text_types, COUNT(text_types))))
         return conv_drop(c, ITH_DROP_TYPE,
                          "%s.type: found %.40s, expected text, reasoning, tool_call, image_url, "
@@ -76,7 +90,7 @@ static ith_status add_block(conversion *c, json_t *content, const json_t *block,
         return conv_drop(c, ITH_DROP_TYPE, "%s.value: found %s, expected text", field,
                          ith_json_type_name(value));
     c->out->has_media |= is_media;
-    return conv_block(c, content, type, value);
+    return conv_block(c, content, canonical, value);
 }
 
 /* The members of {name, arguments} of one OpenAI-style call. */

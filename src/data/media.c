@@ -290,6 +290,13 @@ static ith_status add_item(ith_media_list *list, ith_media_item item, const char
     return ith_buf_check(&list->paths, "media", err);
 }
 
+ith_status ith_media_list_append(ith_media_list *list, const ith_media_list *from, ith_error *err)
+{
+    for (int64_t i = 0; i < from->count; i++)
+        ITH_TRY(add_item(list, from->items[i], from->paths.data + from->items[i].path, err));
+    return ITH_OK;
+}
+
 /* 'i', 'v', 'a' of a media block, 0 of another. */
 static char media_kind(const json_t *block)
 {

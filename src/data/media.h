@@ -63,6 +63,8 @@ typedef struct {
     ith_buf paths;
 } ith_media_list;
 void ith_media_list_deinit(ith_media_list *list);
+/* Copies the items of another list to the end. */
+ith_status ith_media_list_append(ith_media_list *list, const ith_media_list *from, ith_error *err);
 /* Looks at the file of every media block of canonical messages, appends an item for each, and
  * writes into the block what stands for it (tokenizer/chat.h). Images are decoded, so that a
  * damaged one is found here: ITH_ERR_FORMAT. A missing file is ITH_ERR_IO. data_file: the file of

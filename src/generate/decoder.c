@@ -15,6 +15,11 @@ static ith_status push_1d(ith_ctx *ctx, const char *name, int64_t n, T *out)
     return ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, name, ITH_I32, 1, n, 1, 1, 1, out);
 }
 
+static int64_t position_axes(const ith_decoder *d)
+{
+    return d->model->has_vision ? 3 : 1;
+}
+
 static ith_status place(ith_decoder *d)
 {
     ith_ctx *ctx = &d->session.ctx;
@@ -24,7 +29,8 @@ static ith_status place(ith_decoder *d)
     ITH_TRY(ith_model_place_cache(d->model, ctx, o->batch, o->capacity, &d->cache));
     ITH_TRY(push_1d(ctx, "batch", o->batch, &d->cache.lengths));
     ITH_TRY(push_1d(ctx, "batch", o->max_append, &d->ids));
-    ITH_TRY(push_1d(ctx, "batch", o->max_append, &d->position_ids));
+    ITH_TRY(push_1d(ctx, "batch", position_axes(d) * o->max_append, &d->position_ids));
+    ITH_TRY(ith_vision_buffers_place(&d->vision, d->model, ctx, o->media));
     ITH_TRY(push_1d(ctx, "batch", o->max_append, &d->rows));
     ITH_TRY(push_1d(ctx, "batch", o->batch + 1, &d->cu_seqlens));
     ITH_TRY(push_1d(ctx, "batch", o->batch, &d->last_rows));
@@ -34,7 +40,7 @@ static ith_status place(ith_decoder *d)
 
 /* Hidden states of the appended tokens and logits of the last ones. cu: host borders. */
 static ith_status walk(ith_decoder *d, int64_t tokens, const int32_t *cu, int64_t max_len,
-                       bool prefill)
+                       bool prefill, const ith_vision_batch *vision)
 {
     ith_ctx *ctx = &d->session.ctx;
     ith_model *m = d->model;
@@ -42,7 +48,10 @@ static ith_status walk(ith_decoder *d, int64_t tokens, const int32_t *cu, int64_
     T hidden;
     ith_batch b = {.num_tokens = tokens,
                    .ids = ith_row_range(d->ids, 0, tokens),
-                   .position_ids = ith_row_range(d->position_ids, 0, tokens),
+                   .position_ids = m->has_vision
+                                       ? ith_tensor_2d(d->position_ids.data, ITH_I32, 3, tokens)
+                                       : ith_row_range(d->position_ids, 0, tokens),
+                   .vision = *vision,
                    .seqs = {.cu_seqlens = d->cu_seqlens,
                             .cu_host = cu,
                             .num_docs = d->options.batch,
@@ -61,9 +70,10 @@ static ith_status plan_memory(ith_decoder *d)
     ith_ctx *ctx = &d->session.ctx;
     const ith_decoder_options *o = &d->options;
     ITH_TRY(place(d));
-    ITH_TRY(walk(d, o->max_append, NULL, ith_min_i64(o->max_append, o->capacity), true));
+    ith_vision_batch most = ith_vision_buffers_largest(&d->vision, d->model);
+    ITH_TRY(walk(d, o->max_append, NULL, ith_min_i64(o->max_append, o->capacity), true, &most));
     ITH_TRY(walk(d, ith_max_i64(o->batch, o->max_append / o->batch * o->batch), NULL, o->capacity,
-                 false));
+                 false, &most));
     for (int c = 0; c < ITH_MEM_CLASSES; c++)
         ith_plan_release(ctx->plan, (ith_mem_class)c, 0);
     ITH_TRY(ith_plan_commit(ctx->plan, ctx->err));
@@ -99,17 +109,20 @@ ith_status ith_decoder_open(ith_decoder *d, const char *model_dir,
     ith_dtype dtype = options->set_dtype
                           ? options->dtype
                           : (d->hf.has_dtype && d->hf.dtype == ITH_F32 ? ITH_F32 : ITH_BF16);
-    ITH_TRY_OUT(ith_model_create(&d->model, &d->hf, dtype, options->capacity, err));
+    ITH_TRY_OUT((options->media.max_patches ? ith_model_create_multimodal : ith_model_create)(
+        &d->model, &d->hf, dtype, options->capacity, err));
     ITH_TRY_OUT(plan_memory(d));
     ITH_TRY_OUT(load(d, model_dir, err));
     ITH_TRY_OUT(
         ith_alloc_zero((void **)&d->lengths, options->batch, sizeof *d->lengths, "decoder", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&d->positions, options->batch, sizeof *d->positions,
+                               "decoder", err));
     ITH_TRY_OUT(
         ith_alloc((void **)&d->host_logits, options->batch * d->hf.vocab_size * 4, "logits", err));
     ITH_TRY_OUT(
         ith_alloc((void **)&d->raw_logits, options->batch * d->hf.vocab_size * 4, "logits", err));
     ITH_TRY_OUT(ith_alloc((void **)&d->staging,
-                          (3 * options->max_append + 3 * options->batch + 1) * 4, "decoder", err));
+                          (5 * options->max_append + 3 * options->batch + 1) * 4, "decoder", err));
     return ITH_OK;
 out:
     ith_decoder_close(d);
@@ -122,6 +135,7 @@ void ith_decoder_close(ith_decoder *d)
     ith_session_close(&d->session);
     ith_hf_config_deinit(&d->hf);
     ith_free(d->lengths);
+    ith_free(d->positions);
     ith_free(d->host_logits);
     ith_free(d->raw_logits);
     ith_free(d->staging);
@@ -131,14 +145,19 @@ void ith_decoder_close(ith_decoder *d)
 void ith_decoder_reset(ith_decoder *d)
 {
     memset(d->lengths, 0, (size_t)d->options.batch * sizeof *d->lengths);
+    memset(d->positions, 0, (size_t)d->options.batch * sizeof *d->positions);
 }
 
-/* A state cannot go back: models with linear layers drop the whole sequence. */
+/* A state cannot go back: models with linear layers drop the whole sequence. Nor are positions
+ * before an image kept. */
 int64_t ith_decoder_truncate(ith_decoder *d, int64_t b, int64_t length)
 {
     ITH_ASSERT(length >= 0 && length <= d->lengths[b]);
-    if (d->cache.state.ndim && length < d->lengths[b])
-        length = 0;
+    bool dense = !d->cache.state.ndim && d->positions[b] == d->lengths[b];
+    if (length < d->lengths[b]) {
+        length = dense ? length : 0;
+        d->positions[b] = length;
+    }
     d->lengths[b] = length;
     return length;
 }
@@ -157,22 +176,53 @@ static ith_status clear_empty(ith_decoder *d, const int64_t *counts)
     return ITH_OK;
 }
 
+/* Positions of n new tokens, on all axes, and of what follows them. */
+static ith_status new_positions(ith_decoder *d, const int32_t *ids, const int32_t *cu, int64_t n,
+                                const ith_decoder_media *media, int32_t *out)
+{
+    const ith_hf_config *c = &d->hf;
+    int64_t batch = d->options.batch, axes = position_axes(d);
+    const ith_media_tokens tokens = {.image = (int32_t)c->image_token_id,
+                                     .video = (int32_t)c->video_token_id,
+                                     .merge = ith_max_i64(c->vision.spatial_merge_size, 1)};
+    if (axes == 3)
+        ITH_TRY(ith_mrope_positions(&tokens, ids, cu, batch, media ? media->grids : NULL,
+                                    media ? media->num_grids : 0, out, d->session.ctx.err));
+    for (int64_t b = 0; b < batch; b++) {
+        int32_t first = (int32_t)d->positions[b];
+        for (int64_t t = cu[b]; t < cu[b + 1]; t++)
+            for (int64_t axis = 0; axis < axes; axis++) {
+                int32_t *at = &out[axis * n + t];
+                *at = first + (axes == 3 ? *at : (int32_t)t - cu[b]);
+                d->positions[b] = ith_max_i64(d->positions[b], *at + 1);
+            }
+    }
+    return ITH_OK;
+}
+
 ith_status ith_decoder_append(ith_decoder *d, const int32_t *const *ids, const int64_t *counts)
 {
+    return ith_decoder_append_media(d, ids, counts, NULL);
+}
+
+ith_status ith_decoder_append_media(ith_decoder *d, const int32_t *const *ids,
+                                    const int64_t *counts, const ith_decoder_media *media)
+{
     const ith_decoder_options *o = &d->options;
-    ith_device *dev = d->session.ctx.device;
-    ith_error *err = d->session.ctx.err;
-    int32_t *sid = d->staging, *pos = sid + o->max_append, *rows = pos + o->max_append,
+    ith_ctx *ctx = &d->session.ctx;
+    ith_device *dev = ctx->device;
+    ith_error *err = ctx->err;
+    int32_t *sid = d->staging, *pos = sid + o->max_append, *rows = pos + 3 * o->max_append,
             *cu = rows + o->max_append;
     int32_t *last = cu + o->batch + 1, *len = last + o->batch;
     int64_t n = 0, max_len = 0, cached = 0;
+    ith_vision_batch vision = {0};
     cu[0] = 0;
     for (int64_t b = 0; b < o->batch; b++) {
         ITH_ASSERT(d->lengths[b] + counts[b] <= o->capacity && n + counts[b] <= o->max_append);
         cached += d->lengths[b];
         for (int64_t i = 0; i < counts[b]; i++, n++) {
             sid[n] = ids[b][i];
-            pos[n] = (int32_t)(d->lengths[b] + i);
             rows[n] = (int32_t)(b * o->capacity + d->lengths[b] + i);
         }
         d->lengths[b] += counts[b];
@@ -181,15 +231,24 @@ ith_status ith_decoder_append(ith_decoder *d, const int32_t *const *ids, const i
         last[b] = (int32_t)ith_max_i64(n - 1, 0);
         len[b] = (int32_t)d->lengths[b];
     }
+    ITH_TRY(new_positions(d, sid, cu, n, media, pos));
+    if (media && media->num_grids) {
+        ith_micro_batch mb = {.num_tokens = n,
+                              .ids = sid,
+                              .pixels = media->pixels,
+                              .grids = media->grids,
+                              .num_grids = media->num_grids};
+        ITH_TRY(ith_vision_buffers_fill(&d->vision, d->model, ctx, &mb, &vision));
+    }
     ITH_TRY(dev->upload(dev, d->ids.data, sid, n * 4, err));
-    ITH_TRY(dev->upload(dev, d->position_ids.data, pos, n * 4, err));
+    ITH_TRY(dev->upload(dev, d->position_ids.data, pos, position_axes(d) * n * 4, err));
     ITH_TRY(dev->upload(dev, d->rows.data, rows, n * 4, err));
     ITH_TRY(dev->upload(dev, d->cu_seqlens.data, cu, (o->batch + 1) * 4, err));
     ITH_TRY(dev->upload(dev, d->last_rows.data, last, o->batch * 4, err));
     ITH_TRY(dev->upload(dev, d->cache.lengths.data, len, o->batch * 4, err));
     if (cached && d->cache.state.ndim)
         ITH_TRY(clear_empty(d, counts));
-    ITH_TRY(walk(d, n, cu, max_len, cached == 0));
+    ITH_TRY(walk(d, n, cu, max_len, cached == 0, &vision));
     int64_t values = o->batch * d->hf.vocab_size;
     ITH_TRY(dev->download(dev, d->raw_logits, d->logits.data,
                           values * ith_dtype_bytes(d->logits.dtype), err));
@@ -251,7 +310,7 @@ static ith_status run(ith_decoder *d, ith_sampler *sampler, sequence *seqs, int6
         ids[b] = b < num ? seqs[b].past.ids : &nothing;
         counts[b] = b < num ? seqs[b].past.count : 0;
     }
-    ITH_TRY(ith_decoder_append(d, ids, counts));
+    ITH_TRY(ith_decoder_append_media(d, ids, counts, how->media));
     for (bool open = true;;) {
         ITH_TRY(choose(d, sampler, seqs, num, how, &open, err));
         if (!open)

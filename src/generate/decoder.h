@@ -6,18 +6,26 @@
 
 #include "generate/sampler.h"
 #include "kernels/session.h"
-#include "model/model.h"
+#include "model/vision_buffers.h"
 #include "tokenizer/tokenizer.h"
 
 typedef struct {
     ith_use_device device;
-    int threads;        /* 0: all cores */
-    bool set_dtype;     /* else the type of config.json (bf16 for bf16 and f16 files) */
-    ith_dtype dtype;    /* F32 or BF16 */
-    int64_t batch;      /* sequences at a time */
-    int64_t capacity;   /* tokens of a sequence, prompt and answer */
-    int64_t max_append; /* tokens of one append, all sequences together */
+    int threads;             /* 0: all cores */
+    bool set_dtype;          /* else the type of config.json (bf16 for bf16 and f16 files) */
+    ith_dtype dtype;         /* F32 or BF16 */
+    int64_t batch;           /* sequences at a time */
+    int64_t capacity;        /* tokens of a sequence, prompt and answer */
+    int64_t max_append;      /* tokens of one append, all sequences together */
+    ith_vision_limits media; /* of one append; max_patches 0: text only */
 } ith_decoder_options;
+
+/* Images and videos of an append, sequence after sequence, in the order of their tokens. */
+typedef struct {
+    const float *pixels; /* patches of all of them */
+    const ith_grid *grids;
+    int64_t num_grids;
+} ith_decoder_media;
 
 typedef struct {
     ith_hf_config hf;
@@ -26,7 +34,9 @@ typedef struct {
     ith_decoder_options options;
     ith_kv_cache cache;
     ith_tensor ids, position_ids, cu_seqlens, rows, last_rows, logits;
+    ith_vision_buffers vision;
     int64_t *lengths;   /* [batch] tokens in the cache */
+    int64_t *positions; /* [batch] of the next token: behind images they differ from lengths */
     float *host_logits; /* [batch, vocab_size] after an append: the next token of each sequence */
     int32_t *staging;   /* host: ids, positions, rows, borders */
     void *raw_logits;
@@ -45,6 +55,9 @@ int64_t ith_decoder_truncate(ith_decoder *d, int64_t b, int64_t length);
  * sequences are empty (prefill, any counts, 0 allowed for sequences that are not used), or all
  * counts are equal. */
 ith_status ith_decoder_append(ith_decoder *d, const int32_t *const *ids, const int64_t *counts);
+/* The same with images and videos; their tokens are among the ids, whole. media may be NULL. */
+ith_status ith_decoder_append_media(ith_decoder *d, const int32_t *const *ids,
+                                    const int64_t *counts, const ith_decoder_media *media);
 
 /* Answers to a batch of prompts (num <= options.batch, each with room for one token more). Calls
  * token(arg, i, id) for every new token, stop tokens included; an answer ends with a stop id, after
@@ -56,7 +69,8 @@ typedef struct {
     int64_t max_new;
     bool (*token)(void *arg, int64_t i, int32_t id, bool is_stop);
     void *arg;
-    uint64_t first_stream; /* sequence i draws from stream first_stream + i */
+    uint64_t first_stream;          /* sequence i draws from stream first_stream + i */
+    const ith_decoder_media *media; /* of all prompts; NULL: none */
 } ith_generate_options;
 ith_status ith_decoder_generate(ith_decoder *d, const ith_ids *prompts, int64_t num,
                                 const ith_generate_options *how, ith_error *err);

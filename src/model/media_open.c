@@ -9,8 +9,8 @@ static int64_t or_zero(int64_t value)
 }
 
 ith_status ith_media_open_model(ith_media **out, const char *model_dir, const ith_config *config,
-                                const ith_hf_config *hf, const ith_tokenizer *tokenizer,
-                                ith_error *err)
+                                int64_t max_pixels, const ith_hf_config *hf,
+                                const ith_tokenizer *tokenizer, ith_error *err)
 {
     ith_media_options o = {.model_dir = model_dir,
                            .tokenizer = tokenizer,
@@ -18,6 +18,8 @@ ith_status ith_media_open_model(ith_media **out, const char *model_dir, const it
                                       .video = (int32_t)hf->video_token_id,
                                       .merge = hf->vision.spatial_merge_size}};
     *out = NULL;
+    if (max_pixels > 0)
+        o.image_max_pixels = o.video_max_pixels = max_pixels;
     if (hf->vision.hidden_size == 0)
         return ITH_OK;
     if (config) {

@@ -7,9 +7,9 @@
 #include "data/media.h"
 
 /* *out NULL: the model reads text only. config: media_dir and the keys of images and videos; NULL:
- * none. */
+ * none, but max_pixels for both (<= 0: none). */
 ith_status ith_media_open_model(ith_media **out, const char *model_dir, const ith_config *config,
-                                const ith_hf_config *hf, const ith_tokenizer *tokenizer,
-                                ith_error *err);
+                                int64_t max_pixels, const ith_hf_config *hf,
+                                const ith_tokenizer *tokenizer, ith_error *err);
 
 #endif

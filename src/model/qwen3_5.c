@@ -1040,6 +1040,8 @@ static ith_status qwen3_5_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b,
                                  ith_kv_cache *cache, T rows, bool prefill, T hidden)
 {
     ITH_TRY(ith_block_open(m, ctx, b, false));
+    if (m->has_vision)
+        ITH_TRY(ith_vision_forward(m, ctx, b, false));
     if (prefill && cache->state.ndim) {
         ITH_TRY(ith_zero(ctx, cache->conv));
         ITH_TRY(ith_zero(ctx, cache->state));

@@ -109,7 +109,7 @@ static ith_status check_ids(const ith_trainer *t, const ith_samples *samples, co
 static ith_status open_media(ith_trainer *t, ith_error *err)
 {
     ITH_TRY(
-        ith_media_open_model(&t->media, t->config->model, t->config, &t->hf, t->tokenizer, err));
+        ith_media_open_model(&t->media, t->config->model, t->config, 0, &t->hf, t->tokenizer, err));
     const char *const keys[] = {"freeze_vision_tower", "freeze_multi_modal_projector",
                                 "freeze_language_model"};
     const bool set[] = {t->config->freeze_vision_tower, t->config->freeze_multi_modal_projector,

@@ -83,6 +83,57 @@ train merger max_steps=1 micro_batch_size=5 freeze_vision_tower=true freeze_lang
 train language max_steps=1 micro_batch_size=5 freeze_multi_modal_projector=true freeze_language_model=true
 [ "$(changed language)" = "$a " ] || fail "freeze_multi_modal_projector changed '$(changed language)'"
 
+# ---- the model learns to tell pictures apart, and says so: generate, a file of prompts, chat ----
+cat >"$dir/learn.jsonl" <<'END'
+{"messages": [{"role": "user", "content": "<image>Which?"}, {"role": "assistant", "content": "Wide."}], "images": "pictures/wide.png"}
+{"messages": [{"role": "user", "content": "<image>Which?"}, {"role": "assistant", "content": "Tall."}], "images": "pictures/tall.png"}
+{"messages": [{"role": "user", "content": "<image><image>Which?"}, {"role": "assistant", "content": "Both."}], "images": ["pictures/wide.png", "pictures/tall.png"]}
+{"messages": [{"role": "user", "content": "<image>Which?"}, {"role": "assistant", "content": "Wide."}, {"role": "user", "content": "<image>Which?"}, {"role": "assistant", "content": "Tall."}], "images": ["pictures/wide.png", "pictures/tall.png"]}
+{"messages": [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": "None."}]}
+END
+train learned "train_dataset=$dir/learn.jsonl" max_steps=70 micro_batch_size=6 batching_strategy=packing learning_rate=0.004
+answer() { "$ithaca" generate "$dir/learned" --device cpu --temperature 0 -n 9 -p "Which?" "$@" 2>/dev/null; }
+wide=$dir/pictures/wide.png tall=$dir/pictures/tall.png
+[ "$(answer -i "$wide")" = Wide. ] || fail "wide: $(answer -i "$wide")"
+[ "$(answer --image "$tall")" = Tall. ] || fail "tall: $(answer -i "$tall")"
+[ "$(answer -i "$wide" -i "$tall")" = Both. ] || fail "both: $(answer -i "$wide" -i "$tall")"
+[ "$(answer)" = None. ] || fail "none: $(answer)"
+cat >"$dir/ask.jsonl" <<'END'
+{"messages": [{"role": "user", "content": [{"type": "image", "path": "pictures/tall.png"}, {"type": "text", "text": "Which?"}]}]}
+{"messages": [{"role": "user", "content": "Which?"}]}
+{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "pictures/wide.png"}}, {"type": "text", "text": "Which?"}]}]}
+{"messages": [{"role": "user", "content": "<image><image>Which?"}], "images": ["pictures/wide.png", "pictures/tall.png"]}
+{"messages": [{"role": "user", "content": "<image>Which?"}, {"role": "assistant", "content": "Wide."}, {"role": "user", "content": "<image>Which?"}], "images": ["pictures/wide.png", "pictures/tall.png"]}
+END
+for batch in 1 3; do
+    got=$("$ithaca" generate "$dir/learned" "$dir/ask.jsonl" --device cpu --temperature 0 -n 9 -b $batch 2>/dev/null |
+        sed 's/.*"answer": "\([^"]*\)".*/\1/' | tr '\n' ' ')
+    [ "$got" = "Tall. None. Wide. Both. Tall. " ] || fail "batches of $batch: $got"
+done
+got=$(printf 'Which?\n/image %s\nWhich?\n/clear\nWhich?\n/image none.png\n' "$tall" |
+    "$ithaca" chat "$dir/learned" --device cpu --temperature 0 -n 9 -i "$wide" 2>/dev/null | grep -v "^$" | tr '\n' ' ')
+[ "$got" = "Wide. ($tall comes with the next message) Tall. None. (none.png: no such file here or beside the data (media_dir says where to look)) " ] ||
+    fail "chat: $got"
+if "$ithaca" generate "$dir/learned" -p "Which?" -i "$dir/ask.jsonl" >"$dir/log" 2>&1; then fail "a text was taken for a picture"; fi
+grep -q "^error: .*ask.jsonl: no picture of a known format" "$dir/log" || fail "no picture: $(cat "$dir/log")"
+
+# ---- videos, where ffmpeg is ----
+if command -v ffmpeg >/dev/null && command -v ffprobe >/dev/null &&
+    ffmpeg -v error -f lavfi -i testsrc=size=64x48:rate=4:duration=3 -c:v mpeg4 "$dir/pictures/film.mp4" </dev/null 2>/dev/null; then
+    printf '{"messages": [{"role": "user", "content": "<video>Which?"}, {"role": "assistant", "content": "Film."}], "videos": "pictures/film.mp4"}\n' >"$dir/film.jsonl"
+    "$ithaca" data "$dir/empty.yaml" "${keys[@]}" "train_dataset=$dir/film.jsonl" >"$dir/shown" 2>&1
+    # 12 frames at 4 a second: 6 of them, 0 2 4 7 9 11
+    grep -q "^video 1: .*film.mp4: 3 x 4 x 4 patches, 12 tokens" "$dir/shown" || fail "video: $(cat "$dir/shown")"
+    tr -d '|\n' <"$dir/shown" | grep -q "<0.2 seconds><vision_start><video_pad> x 4<vision_end><1.4 seconds>.*<2.5 seconds>" ||
+        fail "video: $(cat "$dir/shown")"
+    cat "$dir/learn.jsonl" >>"$dir/film.jsonl"
+    train film "train_dataset=$dir/film.jsonl" max_steps=2 micro_batch_size=7 batching_strategy=packing
+    head -c 2000 "$dir/pictures/film.mp4" >"$dir/pictures/cut.mp4"
+    printf '{"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "no"}], "videos": "pictures/cut.mp4"}\n' >"$dir/film.jsonl"
+    if "$ithaca" data "$dir/empty.yaml" "${keys[@]}" "train_dataset=$dir/film.jsonl" >"$dir/shown" 2>&1; then fail "a cut video was taken"; fi
+    grep -q "^error: .*an image or video that cannot be read (first: .*cut.mp4: ffprobe: " "$dir/shown" || fail "cut video: $(cat "$dir/shown")"
+fi
+
 # ---- wrong rows ----
 refused() { # refused ROW TEXT [key=value ...]: training on the row ends with one line that holds the text
     local text=$2
