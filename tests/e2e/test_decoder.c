@@ -13,7 +13,13 @@ static char *base;
 static void open_decoder(ith_decoder *d, const char *model, int64_t batch, int64_t max_append,
                          ith_error *err)
 {
-    ith_decoder_options o = {ITH_USE_CPU, 2, true, ITH_F32, batch, LENGTH + 24, max_append};
+    ith_decoder_options o = {.device = ITH_USE_CPU,
+                             .threads = 2,
+                             .set_dtype = true,
+                             .dtype = ITH_F32,
+                             .batch = batch,
+                             .capacity = LENGTH + 24,
+                             .max_append = max_append};
     assert_ok(ith_decoder_open(d, small_join(base, model), &o, err), *err);
 }
 

@@ -724,7 +724,13 @@ static void check_greedy(const golden *g, const options *o, results *r)
     int32_t *all = ints(entry);
     ith_buf dir = {0};
     ith_path_join(&dir, g->dir, "hf");
-    ith_decoder_options d = {o->device, o->threads, true, ITH_F32, 1, total + 1, prompt};
+    ith_decoder_options d = {.device = o->device,
+                             .threads = o->threads,
+                             .set_dtype = true,
+                             .dtype = ITH_F32,
+                             .batch = 1,
+                             .capacity = total + 1,
+                             .max_append = prompt};
     ith_decoder decoder;
     die_on(ith_decoder_open(&decoder, dir.data, &d, &err));
     greedy_check c = {all + prompt, 0, 0};
