@@ -188,7 +188,9 @@ static int64_t count_media(const golden *g, const ith_micro_batch *b, int64_t do
 static void add_media(const golden *g, const ith_micro_batch *all, const ith_mesh *mesh,
                       ith_micro_batch *b)
 {
-    const ith_st_entry *pixels = entry_of(g, "pixel_values"), *grid = entry_of(g, "image_grid_thw");
+    bool packed = all->num_docs > 1;
+    const ith_st_entry *pixels = entry_of(g, packed ? "packed_pixel_values" : "pixel_values"),
+                       *grid = entry_of(g, packed ? "packed_image_grid_thw" : "image_grid_thw");
     if (!pixels)
         return;
     int64_t num_grids = ith_st_numel(grid) / 3, next = 0, at = 0;
@@ -712,8 +714,9 @@ static bool on_greedy(void *arg, int64_t i, int32_t id, bool is_stop)
     return true;
 }
 
-/* Greedy decoding with the cache: token for token. Rounding to bf16 may choose others. */
-static void check_greedy(const golden *g, const options *o, results *r)
+/* Greedy decoding with the cache: token for token. Rounding to bf16 may choose others. With media
+ * the prompt holds all those of the one document. */
+static void check_greedy(const golden *g, const options *o, const ith_micro_batch *one, results *r)
 {
     const ith_st_entry *entry = entry_of(g, "greedy");
     if (!entry || o->dtype != ITH_F32 || o->reference)
@@ -730,11 +733,14 @@ static void check_greedy(const golden *g, const options *o, results *r)
                              .dtype = ITH_F32,
                              .batch = 1,
                              .capacity = total + 1,
-                             .max_append = prompt};
+                             .max_append = prompt,
+                             .media = vision_limits(one)};
     ith_decoder decoder;
     die_on(ith_decoder_open(&decoder, dir.data, &d, &err));
     greedy_check c = {all + prompt, 0, 0};
+    const ith_decoder_media media = {one->pixels, one->grids, one->num_grids};
     ith_generate_options how = {.sampling = {.temperature = 1, .top_p = 1, .repetition_penalty = 1},
+                                .media = &media,
                                 .max_new = total - prompt,
                                 .token = on_greedy,
                                 .arg = &c};
@@ -943,7 +949,7 @@ static void run_golden(golden *g, const options *o, results *r)
     check_batch(g, o, &one, causal, "one document", entry_of(g, "logits"), number(g->json, "loss"),
                 "grads", r);
     check_adamw(g, o, &one, causal, r);
-    check_greedy(g, o, r);
+    check_greedy(g, o, &one, r);
     free_batch(&one);
     ith_free(ids);
     ith_free(labels);
@@ -954,6 +960,7 @@ static void run_golden(golden *g, const options *o, results *r)
     ids = ints(packed);
     labels = ints(entry_of(g, "packed_labels"));
     ith_micro_batch many = batch_of(ids, labels, packed_cu, ith_st_numel(cu_entry) - 1);
+    add_media(g, &many, &(ith_mesh){.dp_size = 1}, &many);
     check_batch(g, o, &many, causal, "packed", entry_of(g, "packed_logits"),
                 number(g->json, "packed_loss"), "grads_packed", r);
     free_batch(&many);

@@ -13,19 +13,32 @@
 static void test_smart_resize_examples(void **state)
 {
     (void)state;
-    static const int64_t cases[][4] = {{480, 640, 480, 640},     {100, 100, 256, 256},
-                                       {1080, 1920, 1088, 1920}, {720, 1280, 704, 1280},
-                                       {5000, 4000, 4576, 3648}, {48, 80, 224, 352},
-                                       {256, 51200, 256, 51200}};
+    static const struct {
+        int64_t height, width, factor, min, max, wanted_h, wanted_w;
+    } cases[] = {{480, 640, 32, 65536, 16777216, 480, 640},
+                 {100, 100, 32, 65536, 16777216, 256, 256},
+                 {1080, 1920, 32, 65536, 16777216, 1088, 1920},
+                 {720, 1280, 32, 65536, 16777216, 704, 1280}, /* 22.5: half to even */
+                 {5000, 4000, 32, 65536, 16777216, 4576, 3648},
+                 {5000, 5000, 32, 65536, 16777216, 4096, 4096},
+                 {48, 80, 32, 65536, 16777216, 224, 352},
+                 {16, 2048, 32, 65536, 16777216, 32, 2912},
+                 {168, 300, 32, 65536, 16777216, 192, 352},
+                 {199, 300, 32, 65536, 16777216, 224, 320},
+                 {166, 300, 32, 65536, 16777216, 192, 352},
+                 {256, 51200, 32, 65536, 16777216, 256, 51200},
+                 {70, 70, 28, 3136, 12845056, 56, 56},
+                 {639, 31, 28, 3136, 20 * 28 * 28, 560, 28}}; /* no side becomes 0 */
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         ith_error err = {0};
         int64_t h = 0, w = 0;
-        assert_ok(ith_smart_resize(cases[i][0], cases[i][1], 32, 65536, 16777216, &h, &w, &err),
+        assert_ok(ith_smart_resize(cases[i].height, cases[i].width, cases[i].factor, cases[i].min,
+                                   cases[i].max, &h, &w, &err),
                   err);
-        if (h != cases[i][2] || w != cases[i][3])
-            fail_msg("%lld x %lld gives %lld x %lld, expected %lld x %lld", (long long)cases[i][0],
-                     (long long)cases[i][1], (long long)h, (long long)w, (long long)cases[i][2],
-                     (long long)cases[i][3]);
+        if (h != cases[i].wanted_h || w != cases[i].wanted_w)
+            fail_msg("%lld x %lld gives %lld x %lld, expected %lld x %lld",
+                     (long long)cases[i].height, (long long)cases[i].width, (long long)h,
+                     (long long)w, (long long)cases[i].wanted_h, (long long)cases[i].wanted_w);
     }
     ith_error err = {0};
     int64_t h = 0, w = 0;
