@@ -484,7 +484,9 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
              *own =
                  NULL; /* logits of all rows are not part of a training step: a plan of their own */
     ith_tensor hidden = {0}, logits = {0}, rows = {0}, ids = {0}, pos = {0}, all_pos = {0},
-               cu = {0}, noisy = {0};
+               cu = {0}, noisy = {0}, slices = {0};
+    int64_t list_size = ith_slice_list_size(batch->num_docs);
+    int32_t *host_lists = ith_malloc(list_size * 4);
     ctx->plan = NULL;
     die_on(ith_plan_create(&own, ctx->device, &err));
     ctx->plan = own;
@@ -501,6 +503,8 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "rows", ITH_I32, 1, n, 1, 1, 1, &rows));
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "cu", ITH_I32, 1, batch->num_docs + 1, 1, 1,
                             1, &cu));
+        die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "slices", ITH_I32, 1, list_size, 1, 1, 1,
+                            &slices));
         if (batch->noisy) {
             die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "noisy", ITH_I32, 1, batch->num_docs, 1,
                                 1, 1, &noisy));
@@ -553,6 +557,14 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
             dev.seqs.noisy_host = batch->noisy;
             dev.seqs.position_host = batch->position_ids;
         }
+        int64_t taps = m->config->linear_conv_kernel_dim;
+        if (m->passes_states && pass == 0)
+            ith_slice_docs_largest(taps, n, batch->num_docs, max_len, slices, &dev.slice);
+        if (m->passes_states && pass == 1) {
+            ith_slice_docs_find(o->mesh, taps, batch->cu_seqlens, batch->num_docs, host_lists,
+                                slices, &dev.slice);
+            die_on(ctx->device->upload(ctx->device, slices.data, host_lists, list_size * 4, &err));
+        }
         die_on(m->family->forward(m, ctx, &dev, false, hidden));
         die_on(ith_model_logits(m, ctx, logits, hidden, rows));
         if (pass == 0) {
@@ -579,6 +591,7 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
     }
     record(r, worst / largest, 2e-5, "%s logits", what);
     ith_free(got);
+    ith_free(host_lists);
     ctx->plan = kept;
     ith_plan_destroy(own);
 }
