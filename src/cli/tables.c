@@ -68,13 +68,17 @@ void ith_memory_table(const ith_trainer *t, ith_buf *out)
                                ith_format_bytes(rows[i].bytes, bytes, sizeof bytes),
                                (long long)rows[i].count);
     }
+    ith_buf_printf(out, "  micro-batch of at most %lld tokens in %lld documents",
+                   (long long)s->config.max_tokens, (long long)s->config.max_docs);
+    if (s->config.vision.max_patches)
+        ith_buf_printf(out, " with %lld patches of images and videos",
+                       (long long)s->config.vision.max_patches);
     ith_buf_printf(
         out,
-        "  micro-batch of at most %lld tokens in %lld documents; of %lld layers %lld "
+        "; of %lld layers %lld "
         "keep all activations, %lld keep "
         "attention, %lld their input, %lld their input on the host; head in chunks of %lld rows",
-        (long long)s->config.max_tokens, (long long)s->config.max_docs, (long long)layers,
-        (long long)s->layers_keep_all, (long long)s->layers_keep_attention,
+        (long long)layers, (long long)s->layers_keep_all, (long long)s->layers_keep_attention,
         (long long)s->layers_keep_input,
         (long long)(layers - s->layers_keep_all - s->layers_keep_attention - s->layers_keep_input),
         (long long)s->config.chunk_rows);

@@ -33,6 +33,9 @@ grep -q "^image 1: .*pictures/wide.png: 2 x 4 patches, 2 tokens" "$dir/shown" ||
 grep -q "<|vision_start|>|<|image_pad|> x 2|<|vision_end|>" "$dir/shown" || fail "data shows no run: $(head -5 "$dir/shown")"
 grep -q "^5 samples" "$dir/shown" || fail "data: $(tail -2 "$dir/shown")"
 
+"$ithaca" plan "$dir/empty.yaml" "${keys[@]}" "output_dir=$dir/o" micro_batch_size=2 >"$dir/shown" 2>&1 || fail "plan: $(cat "$dir/shown")"
+grep -q "documents with 32 patches of images and videos" "$dir/shown" || fail "plan: $(tail -n 3 "$dir/shown")"
+
 # ---- packed = separate: one step over all samples ----
 train() { # train OUT key=value ...
     local out=$1
@@ -78,6 +81,9 @@ a=${tower%%.linear_fc1*} b=${merger%%.linear_fc1*} c=${text}
 [ "$(changed packed)" = "$a $b $c " ] || fail "training changed '$(changed packed)'"
 train tower max_steps=1 micro_batch_size=5 freeze_vision_tower=true
 [ "$(changed tower)" = "$b $c " ] || fail "freeze_vision_tower changed '$(changed tower)'"
+grep 'No picture' "$dir/data.jsonl" >"$dir/text.jsonl"
+train textonly "train_dataset=$dir/text.jsonl" max_steps=1
+[ "$(changed textonly)" = "$c " ] || fail "text alone changed '$(changed textonly)'"
 train merger max_steps=1 micro_batch_size=5 freeze_vision_tower=true freeze_language_model=true
 [ "$(changed merger)" = "$b " ] || fail "freeze_language_model changed '$(changed merger)'"
 train language max_steps=1 micro_batch_size=5 freeze_multi_modal_projector=true freeze_language_model=true
