@@ -484,6 +484,10 @@ static ith_status parse_vision(const json_t *root, ith_hf_config *c, ith_error *
             "hidden_size: %lld is not a multiple of 4 * num_heads %lld (rotation in two "
             "dimensions)",
             (long long)o->hidden_size, (long long)o->num_heads);
+    if (o->hidden_size / o->num_heads > 512)
+        return ith_fail(err, ITH_ERR_UNSUPPORTED,
+                        "hidden_size: %lld of %lld heads: a head may be 512 wide at most",
+                        (long long)o->hidden_size, (long long)o->num_heads);
     if (o->out_hidden_size != c->hidden_size)
         return ith_fail(err, ITH_ERR_FORMAT,
                         "out_hidden_size: %lld, but hidden_size of text_config is %lld",

@@ -1,6 +1,8 @@
 /* media_open.c - options of the media reader out of config.json and the configuration. */
 #include "model/media_open.h"
 
+#include "model/vision.h"
+
 #include <math.h>
 
 static int64_t or_zero(int64_t value)
@@ -31,5 +33,14 @@ ith_status ith_media_open_model(ith_media **out, const char *model_dir, const it
         o.video_maxlen = or_zero(config->video_maxlen);
         o.video_fps = isnan(config->video_fps) ? 0 : config->video_fps;
     }
-    return ith_media_open(out, &o, err);
+    ITH_TRY(ith_media_open(out, &o, err));
+    int64_t found = ith_media_patch_width(*out), wanted = ith_vision_patch_width(&hf->vision);
+    if (found == wanted)
+        return ITH_OK;
+    ith_media_close(*out);
+    *out = NULL;
+    return ith_fail(err, ITH_ERR_FORMAT,
+                    "%s: preprocessor_config.json makes patches of %lld values, vision_config of "
+                    "config.json wants %lld (patch_size, temporal_patch_size)",
+                    model_dir, (long long)found, (long long)wanted);
 }

@@ -13,6 +13,8 @@
 
 typedef ith_tensor T;
 
+#define PATCHES_PER_PIECE 256
+#define MAX_FREQUENCIES 128 /* of a head and an axis */
 #define LAYERNORM_EPS 1e-6F /* a constant of the published code, not a key */
 
 /* Indices into vision_param: of a block, then of the tower. */
@@ -65,8 +67,9 @@ static void neighbours(int64_t i, int64_t n, int64_t side, int64_t at[2], float 
     *second = source - (float)at[0];
 }
 
-static void lay_out_patch(const ith_hf_vision *v, ith_grid g, int64_t y, int64_t x, int64_t at,
-                          ith_vision_layout *out)
+/* inv_freq: [head_dim/4]. */
+static void lay_out_patch(const ith_hf_vision *v, const float *inv_freq, ith_grid g, int64_t y,
+                          int64_t x, int64_t at, ith_vision_layout *out)
 {
     int64_t side = (int64_t)sqrt((double)v->num_position_embeddings), ys[2], xs[2];
     float fy = 0, fx = 0;
@@ -78,16 +81,43 @@ static void lay_out_patch(const ith_hf_vision *v, ith_grid g, int64_t y, int64_t
     }
     int64_t half = v->hidden_size / v->num_heads / 2, quarter = half / 2;
     for (int64_t i = 0; i < half; i++) {
-        double exponent = 2.0 * (double)(i % quarter) / (double)half;
-        float inv_freq = (float)(1.0 / pow(v->rope_theta, exponent));
-        float angle = (float)(i < quarter ? y : x) * inv_freq;
+        float angle = (float)(i < quarter ? y : x) * inv_freq[i % quarter];
         out->cos[at * half + i] = (float)cos((double)angle);
         out->sin[at * half + i] = (float)sin((double)angle);
     }
 }
 
+typedef struct {
+    const ith_hf_vision *v;
+    const ith_grid *grids;
+    ith_vision_layout *out;
+} layout_task;
+
+/* Patches [begin, end) of all grids. */
+static void lay_out_range(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const layout_task *task = arg;
+    const ith_hf_vision *v = task->v;
+    int64_t merge = v->spatial_merge_size, half = v->hidden_size / v->num_heads / 2;
+    const ith_grid *g = task->grids;
+    int64_t base = 0; /* first patch of *g */
+    float inv_freq[MAX_FREQUENCIES];
+    ITH_ASSERT(half / 2 <= MAX_FREQUENCIES);
+    for (int64_t i = 0; i < half / 2; i++)
+        inv_freq[i] = (float)(1.0 / pow(v->rope_theta, 2.0 * (double)i / (double)half));
+    for (int64_t at = begin; at < end; at++) {
+        for (; at >= base + ith_grid_patches(*g); g++)
+            base += ith_grid_patches(*g);
+        int64_t p = (at - base) % ((int64_t)g->h * g->w), block_cols = g->w / merge;
+        int64_t block = p / (merge * merge), inner = p % (merge * merge);
+        lay_out_patch(v, inv_freq, *g, block / block_cols * merge + inner / merge,
+                      block % block_cols * merge + inner % merge, at, task->out);
+    }
+}
+
 void ith_vision_lay_out(const ith_hf_vision *v, const ith_grid *grids, int64_t num_grids,
-                        ith_vision_layout *out)
+                        ith_pool *pool, ith_vision_layout *out)
 {
     int64_t at = 0, merge = v->spatial_merge_size;
     out->num_segments = out->max_len = 0;
@@ -95,17 +125,14 @@ void ith_vision_lay_out(const ith_hf_vision *v, const ith_grid *grids, int64_t n
     for (int64_t i = 0; i < num_grids; i++) {
         ith_grid g = grids[i];
         ITH_ASSERT(g.t > 0 && g.h > 0 && g.w > 0 && g.h % merge == 0 && g.w % merge == 0);
-        int64_t frame = (int64_t)g.h * g.w, block_cols = g.w / merge;
         for (int64_t t = 0; t < g.t; t++) {
-            for (int64_t p = 0; p < frame; p++) {
-                int64_t block = p / (merge * merge), inner = p % (merge * merge);
-                lay_out_patch(v, g, block / block_cols * merge + inner / merge,
-                              block % block_cols * merge + inner % merge, at++, out);
-            }
+            at += (int64_t)g.h * g.w;
             out->cu_seqlens[++out->num_segments] = (int32_t)at;
         }
-        out->max_len = ith_max_i64(out->max_len, frame);
+        out->max_len = ith_max_i64(out->max_len, (int64_t)g.h * g.w);
     }
+    layout_task task = {v, grids, out};
+    ith_pool_for(pool, at, PATCHES_PER_PIECE, lay_out_range, &task);
 }
 
 /* ---- parameters ---- */

@@ -21,9 +21,9 @@ typedef struct {
     int32_t *cu_seqlens;   /* [S + 1] */
     int64_t num_segments, max_len;
 } ith_vision_layout;
-/* Fills the arrays, which have room. */
+/* Fills the arrays, which have room. pool may be NULL. */
 void ith_vision_lay_out(const ith_hf_vision *v, const ith_grid *grids, int64_t num_grids,
-                        ith_vision_layout *out);
+                        ith_pool *pool, ith_vision_layout *out);
 
 /* Parameters of the tower and merger, under model.visual. */
 ith_status ith_vision_declare(ith_model *m, ith_error *err);

@@ -4,6 +4,8 @@
 
 typedef ith_tensor T;
 
+#define VALUES_PER_PIECE 65536
+
 static int64_t half_dim(const ith_model *m)
 {
     return m->config->vision.hidden_size / m->config->vision.num_heads / 2;
@@ -99,12 +101,27 @@ ith_vision_batch ith_vision_buffers_largest(const ith_vision_buffers *b, const i
                 b->limits.max_segment_patches, NULL, features, features);
 }
 
+typedef struct {
+    char *to;
+    ith_dtype dtype;
+    const float *from;
+} conversion;
+
+static void convert_range(void *arg, int64_t begin, int64_t end, int thread)
+{
+    (void)thread;
+    const conversion *c = arg;
+    ith_convert(c->to + begin * ith_dtype_bytes(c->dtype), c->dtype, c->from + begin, ITH_F32,
+                end - begin);
+}
+
 /* f32 values in the model's type, through the staging buffer. */
 static ith_status upload_typed(ith_vision_buffers *b, ith_ctx *ctx, T to, const float *values)
 {
     ith_device *d = ctx->device;
     ITH_TRY(d->sync(d, ctx->err));
-    ith_convert(b->host_typed, to.dtype, values, ITH_F32, ith_numel(to));
+    conversion c = {b->host_typed, to.dtype, values};
+    ith_pool_for(ctx->pool, ith_numel(to), VALUES_PER_PIECE, convert_range, &c);
     return d->upload(d, to.data, b->host_typed, ith_tensor_bytes(to), ctx->err);
 }
 
@@ -178,7 +195,7 @@ ith_status ith_vision_buffers_fill(ith_vision_buffers *b, const ith_model *m, it
     ITH_TRY(d->sync(d, ctx->err));
     int64_t features = features_of(m, n), grids = share_out(b, m, batch, n, &first);
     int64_t rows = find_rows(b, m, batch, features);
-    ith_vision_lay_out(&m->config->vision, b->own, grids, &b->host);
+    ith_vision_lay_out(&m->config->vision, b->own, grids, ctx->pool, &b->host);
     n = b->host.cu_seqlens[grids];
     ITH_ASSERT(b->host.max_len <= b->limits.max_segment_patches);
     ITH_ASSERT(n <= largest_share(m, b->limits));

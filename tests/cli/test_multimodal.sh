@@ -159,6 +159,9 @@ head -c 60 "$dir/pictures/wide.png" >"$dir/pictures/cut.png"
 refused "$(row '<image>?' '["pictures/cut.png"]')" "1 of 1 row dropped: an image or video that cannot be read (first: .*row 1.*damaged PNG"
 refused "$(row '<image>?' '["pictures/wide.png"]')" "no sample is left.*no trainable token within cutoff_len" cutoff_len=12
 refused "$(row 'hm' 'null')" "all parts of the model are frozen" freeze_vision_tower=true freeze_multi_modal_projector=true freeze_language_model=true
+cp -r "$dir/m" "$dir/m8"
+sed -i 's/"patch_size": 16/"patch_size": 8/' "$dir/m8/preprocessor_config.json" "$dir/m8/video_preprocessor_config.json"
+refused "$(row 'hm' 'null')" "makes patches of 384 values, vision_config of config.json wants 1536" "model=$dir/m8"
 # a broken picture beside good rows is dropped, counted and named
 { cat "$dir/data.jsonl"; row '<image>?' '["pictures/cut.png"]'; echo; } >"$dir/mixed.jsonl"
 "$ithaca" data "$dir/empty.yaml" "${keys[@]}" "train_dataset=$dir/mixed.jsonl" >"$dir/shown" 2>/dev/null
