@@ -1,6 +1,6 @@
 /* delta_scan.c - spans of slices, the halo, and the composition of maps.
  * Invariants: 1. every rank knows the spans of all: who sends what follows from cu_seqlens alone.
- * 2. Every rank takes part in every exchange, empty or not. */
+ * 2. Every rank takes part in every exchange, or none. */
 #include "parallel/delta_scan.h"
 
 #include <string.h>
@@ -63,6 +63,17 @@ static span span_of(const ith_mesh *mesh, int64_t taps, const int32_t *cu, int64
 static span span_in(const ith_mesh *mesh, ith_seqs seqs, int64_t rank)
 {
     return span_of(mesh, 1, seqs.cu_host, seqs.num_docs, rank);
+}
+
+/* Whether any border of slices lies within a document, or any slice. Every rank says the same. */
+static void look_at_all(const ith_mesh *mesh, ith_seqs seqs, bool *any_cut, bool *any_through)
+{
+    *any_cut = *any_through = false;
+    for (int64_t r = 0; r < mesh->cp_size; r++) {
+        span s = span_in(mesh, seqs, r);
+        *any_cut |= s.first > 0;
+        *any_through |= s.through;
+    }
 }
 
 static ith_seqs list(int32_t *host, T device, int64_t at, int64_t docs)
@@ -141,6 +152,7 @@ typedef struct {
     ith_seqs seqs;
     T sent, kept;
     span own;
+    bool any_cut; /* there is something to exchange */
 } halo;
 
 static ith_status open_halo(halo *h, ith_ctx *ctx, T x)
@@ -151,8 +163,11 @@ static ith_status open_halo(halo *h, ith_ctx *ctx, T x)
                          rows * rows, width, 1, 1, &h->sent));
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_COMM, "convolution inputs of other ranks", x.dtype, 2, rows,
                          width, 1, 1, &h->kept));
-    if (!ith_ctx_counting(ctx))
-        h->own = span_of(h->mesh, h->taps, h->seqs.cu_host, h->seqs.num_docs, h->mesh->cp_rank);
+    if (ith_ctx_counting(ctx))
+        return ITH_OK;
+    bool any_through;
+    h->own = span_of(h->mesh, h->taps, h->seqs.cu_host, h->seqs.num_docs, h->mesh->cp_rank);
+    look_at_all(h->mesh, h->seqs, &h->any_cut, &any_through);
     return ITH_OK;
 }
 
@@ -203,7 +218,7 @@ ith_status ith_slice_halo(const ith_mesh *mesh, ith_ctx *ctx, const ith_slice_do
     halo h = {.mesh = mesh, .taps = taps, .seqs = seqs};
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM), at = 0, row;
     ITH_TRY(open_halo(&h, ctx, x));
-    if (!ith_ctx_counting(ctx)) {
+    if (h.any_cut) {
         for (int64_t j = 0; j < mesh->cp_size; j++)
             for (int64_t i = 0, n = part_for(&h, j, &row); i < n; i++)
                 ITH_TRY(copy_row(ctx, h.sent, at++, x, docs->halo + row + i));
@@ -221,7 +236,7 @@ ith_status ith_slice_halo_backward(const ith_mesh *mesh, ith_ctx *ctx, const ith
     halo h = {.mesh = mesh, .taps = taps, .seqs = seqs};
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM), at = 0, row;
     ITH_TRY(open_halo(&h, ctx, dx));
-    if (!ith_ctx_counting(ctx)) {
+    if (h.any_cut) {
         for (int64_t i = 0; i < docs->halo; i++)
             ITH_TRY(copy_row(ctx, h.kept, i, dx, i));
         ITH_TRY(exchange_halo(&h, ctx, false));
@@ -339,9 +354,13 @@ static ith_status pass(const ith_mesh *mesh, ith_ctx *ctx, ith_seqs seqs, const 
     if (ith_ctx_counting(ctx)) { /* the operators' scratch */
         ITH_TRY(compose(ctx, out, swap, one_of(r.map, 0), one_of(r.offset, 0), step > 0));
     } else {
+        bool any_cut, any_through;
         span s = span_in(mesh, seqs, mesh->cp_rank);
-        ITH_TRY(spread(mesh, ctx, seqs, mine, r.offset, false, step));
-        ITH_TRY(spread(mesh, ctx, seqs, map, r.map, true, step));
+        look_at_all(mesh, seqs, &any_cut, &any_through);
+        if (any_cut)
+            ITH_TRY(spread(mesh, ctx, seqs, mine, r.offset, false, step));
+        if (any_through)
+            ITH_TRY(spread(mesh, ctx, seqs, map, r.map, true, step));
         if ((step < 0 ? s.first : s.last) > 0) {
             int64_t end = chain_end(mesh, seqs, mesh->cp_rank, step);
             ITH_TRY(copy_all(ctx, out, one_of(r.offset, end)));
