@@ -26,19 +26,16 @@ struct ith_media {
 
 /* ---- open ---- */
 
-static ith_status token_text(const ith_tokenizer *tok, int32_t id, const char *key, ith_buf *out,
-                             ith_error *err)
+/* Stays empty where the tokenizer has no such token: a model directory that is used for text alone
+ * may have a tokenizer of its own. */
+static ith_status token_text(const ith_tokenizer *tok, int32_t id, ith_buf *out, ith_error *err)
 {
     const char *bytes = NULL;
     int64_t len = 0;
     bool added = false;
-    if (id < 0)
-        return ITH_OK;
-    if (ith_tokenizer_token(tok, id, &bytes, &len, &added, NULL) != ITH_OK || !added)
-        return ith_fail(err, ITH_ERR_FORMAT,
-                        "%s of config.json: %d is no added token of the tokenizer", key, (int)id);
-    ith_buf_append(out, bytes, len);
-    return ith_buf_check(out, key, err);
+    if (id >= 0 && ith_tokenizer_token(tok, id, &bytes, &len, &added, NULL) == ITH_OK && added)
+        ith_buf_append(out, bytes, len);
+    return ith_buf_check(out, "media token", err);
 }
 
 static ith_status open_media(ith_media *m, const ith_media_options *o, ith_error *err)
@@ -68,8 +65,10 @@ static ith_status open_media(ith_media *m, const ith_media_options *o, ith_error
                         "%s: the processor files and vision_config differ in patch_size, "
                         "temporal_patch_size or merge_size",
                         o->model_dir);
-    ITH_TRY(token_text(o->tokenizer, o->tokens.image, "image_token_id", &m->image_token, err));
-    ITH_TRY(token_text(o->tokenizer, o->tokens.video, "video_token_id", &m->video_token, err));
+    ITH_TRY(token_text(o->tokenizer, o->tokens.image, &m->image_token, err));
+    ITH_TRY(token_text(o->tokenizer, o->tokens.video, &m->video_token, err));
+    m->tokens.image = m->image_token.len ? o->tokens.image : -1;
+    m->tokens.video = m->video_token.len ? o->tokens.video : -1;
     ith_buf_printf(&m->video_placeholder, "%s%s%s", VISION_START,
                    m->video_token.len ? m->video_token.data : "", VISION_END);
     ITH_TRY(ith_buf_check(&m->video_placeholder, "media", err));
@@ -313,11 +312,13 @@ static ith_status prepare_block(const ith_media *m, json_t *block, char kind, co
     ith_buf found = {0}, text = {0};
     ith_media_item item = {0};
     bool video = kind == 'v';
-    if (kind == 'a' || !(video ? m->video_token.len : m->image_token.len))
-        return ith_fail(err, ITH_ERR_FORMAT, "the model reads no %s",
-                        kind == 'a' ? "audio"
-                        : video     ? "videos"
-                                    : "images");
+    if (kind == 'a')
+        return ith_fail(err, ITH_ERR_FORMAT, "the model reads no audio");
+    if (!(video ? m->video_token.len : m->image_token.len))
+        return ith_fail(
+            err, ITH_ERR_FORMAT,
+            "%s_token_id of config.json is %d, which is no added token of the tokenizer",
+            video ? "video" : "image", video ? m->options.tokens.video : m->options.tokens.image);
     ith_status status = path && find_file(m, data_file, path, &found)
                             ? ITH_OK
                             : not_found(m, path ? path : "", err);

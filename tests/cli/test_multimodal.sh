@@ -162,6 +162,11 @@ refused "$(row 'hm' 'null')" "all parts of the model are frozen" freeze_vision_t
 cp -r "$dir/m" "$dir/m8"
 sed -i 's/"patch_size": 16/"patch_size": 8/' "$dir/m8/preprocessor_config.json" "$dir/m8/video_preprocessor_config.json"
 refused "$(row 'hm' 'null')" "makes patches of 384 values, vision_config of config.json wants 1536" "model=$dir/m8"
+# a tokenizer without image tokens: text trains, images are told
+cp -r "$dir/m" "$dir/mt"
+sed -i 's/"image_token_id": [0-9]*/"image_token_id": 5/' "$dir/mt/config.json"
+train other "model=$dir/mt" "train_dataset=$dir/text.jsonl" max_steps=1
+refused "$(row '<image>?' '["pictures/wide.png"]')" "image_token_id of config.json is 5, which is no added token" "model=$dir/mt"
 # a broken picture beside good rows is dropped, counted and named
 { cat "$dir/data.jsonl"; row '<image>?' '["pictures/cut.png"]'; echo; } >"$dir/mixed.jsonl"
 "$ithaca" data "$dir/empty.yaml" "${keys[@]}" "train_dataset=$dir/mixed.jsonl" >"$dir/shown" 2>/dev/null
