@@ -16,6 +16,7 @@
 
 #define HISTOGRAM_BINS 32
 #define BAR_WIDTH 50
+#define MAX_PATH_SHOWN 200 /* it may be a data: URI */
 
 typedef struct {
     ith_config config;
@@ -109,8 +110,8 @@ static void put_media(view *v, const ith_sample *s)
 {
     for (int64_t i = 0; i < s->num_media; i++) {
         const ith_media_item *m = &s->media[i];
-        ith_buf_printf(&v->out, "%s %" PRId64 ": %s: ", m->num_frames ? "video" : "image", i + 1,
-                       ith_samples_media_path(v->samples, m));
+        ith_buf_printf(&v->out, "%s %" PRId64 ": %.*s: ", m->num_frames ? "video" : "image", i + 1,
+                       MAX_PATH_SHOWN, ith_samples_media_path(v->samples, m));
         if (m->num_frames)
             ith_buf_printf(&v->out, "%d x ", m->grid.t);
         ith_buf_printf(&v->out, "%d x %d patches, %" PRId64 " tokens\n", m->grid.h, m->grid.w,

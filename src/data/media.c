@@ -131,12 +131,50 @@ void ith_media_list_deinit(ith_media_list *list)
 
 /* ---- files ---- */
 
+/* "data:image/png;base64,...": the file itself. */
+static bool is_data_uri(const char *path)
+{
+    return strncmp(path, "data:", 5) == 0;
+}
+
+/* For messages. */
+static const char *name_of(const char *path)
+{
+    return is_data_uri(path) ? "data: URI" : path;
+}
+
+static ith_status decode_data_uri(const char *uri, ith_buf *out, ith_error *err)
+{
+    static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    const char *p = strstr(uri, ";base64,");
+    uint32_t bits = 0;
+    int count = 0;
+    if (!p)
+        return ith_fail(err, ITH_ERR_FORMAT, "data: URI: no ';base64,' in it");
+    for (p += 8; *p && *p != '='; p++) {
+        const char *digit = strchr(digits, *p);
+        if (!digit)
+            return ith_fail(err, ITH_ERR_FORMAT, "data: URI: '%c' is no base64", *p);
+        bits = bits << 6 | (uint32_t)(digit - digits);
+        if (++count % 4 == 0)
+            for (int shift = 16; shift >= 0; shift -= 8)
+                ith_buf_putc(out, (char)(bits >> shift & 0xff));
+    }
+    for (int left = count % 4 - 1, shift = 6 * (count % 4) - 8; left > 0; left--, shift -= 8)
+        ith_buf_putc(out, (char)(bits >> shift & 0xff));
+    return ith_buf_check(out, "data: URI", err);
+}
+
 /* Where a path is; NULL when nowhere. */
 static const char *find_file(const ith_media *m, const char *data_file, const char *path,
                              ith_buf *found)
 {
     ith_buf folder = {0}, above = {0};
     const char *base = ith_path_base(path), *result = NULL;
+    if (is_data_uri(path)) {
+        ith_buf_puts(found, path);
+        return found->data;
+    }
     if (data_file) {
         int64_t n = ith_path_base(data_file) - data_file;
         ith_buf_append(&folder, data_file, n > 1 ? n - 1 : n);
@@ -162,7 +200,7 @@ static const char *find_file(const ith_media *m, const char *data_file, const ch
 
 static ith_status not_found(const ith_media *m, const char *path, ith_error *err)
 {
-    if (strstr(path, "://") || strncmp(path, "data:", 5) == 0)
+    if (strstr(path, "://"))
         return ith_fail(err, ITH_ERR_IO, "%.100s: only files are read (download it first)", path);
     if (m->media_dir)
         return ith_fail(err, ITH_ERR_IO, "%.300s: no such file in %.300s, here or beside the data",
@@ -208,8 +246,20 @@ static void size_after(int64_t *width, int64_t *height, int64_t max, int64_t min
 
 static ith_status load_image(const ith_media *m, const char *path, ith_image *image, ith_error *err)
 {
-    ITH_TRY(ith_image_load(image, path, ITH_IMAGE_MAX_PIXELS, err));
-    ith_status status = bring_to(image, m->options.image_max_pixels, true, err);
+    ith_buf bytes = {0};
+    ith_status status = ITH_OK;
+    if (is_data_uri(path)) {
+        status = decode_data_uri(path, &bytes, err);
+        if (status == ITH_OK)
+            status = ith_image_decode(image, bytes.data ? bytes.data : "", bytes.len, name_of(path),
+                                      ITH_IMAGE_MAX_PIXELS, err);
+        ith_buf_deinit(&bytes);
+    } else {
+        status = ith_image_load(image, path, ITH_IMAGE_MAX_PIXELS, err);
+    }
+    if (status != ITH_OK)
+        return status;
+    status = bring_to(image, m->options.image_max_pixels, true, err);
     if (status == ITH_OK)
         status = bring_to(image, m->options.image_min_pixels, false, err);
     if (status != ITH_OK)
@@ -248,7 +298,7 @@ static ith_status prepare_image(const ith_media *m, const char *path, ith_media_
     ith_status status = ith_image_grid(&m->image, image.height, image.width, &item->grid, err);
     ith_image_deinit(&image);
     if (status != ITH_OK)
-        return ith_wrap(err, status, "%s", path);
+        return ith_wrap(err, status, "%s", name_of(path));
     append_tokens(text, &m->image_token, ith_media_features(&m->tokens, item->grid));
     return ITH_OK;
 }
@@ -275,7 +325,7 @@ static ith_status prepare_video(const ith_media *m, const char *path, ith_media_
         ith_buf_puts(text, VISION_END);
     }
     ith_free(indices);
-    return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s", path);
+    return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s", name_of(path));
 }
 
 static ith_status add_item(ith_media_list *list, ith_media_item item, const char *path,
@@ -312,6 +362,8 @@ static ith_status prepare_block(const ith_media *m, json_t *block, char kind, co
     ith_buf found = {0}, text = {0};
     ith_media_item item = {0};
     bool video = kind == 'v';
+    if (path && strncmp(path, "file://", 7) == 0)
+        path += 7;
     if (kind == 'a')
         return ith_fail(err, ITH_ERR_FORMAT, "the model reads no audio");
     if (!(video ? m->video_token.len : m->image_token.len))
@@ -319,6 +371,8 @@ static ith_status prepare_block(const ith_media *m, json_t *block, char kind, co
             err, ITH_ERR_FORMAT,
             "%s_token_id of config.json is %d, which is no added token of the tokenizer",
             video ? "video" : "image", video ? m->options.tokens.video : m->options.tokens.image);
+    if (video && path && is_data_uri(path))
+        return ith_fail(err, ITH_ERR_FORMAT, "data: URI: videos are read from files only");
     ith_status status = path && find_file(m, data_file, path, &found)
                             ? ITH_OK
                             : not_found(m, path ? path : "", err);
@@ -391,7 +445,7 @@ static ith_status load_image_patches(const ith_media *m, const ith_media_item *i
         status = ith_image_fill_patches(&m->image, &image, grid, 0, m->image.temporal_patch_size,
                                         pixels, err);
     ith_image_deinit(&image);
-    return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s", path);
+    return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s", name_of(path));
 }
 
 typedef struct {

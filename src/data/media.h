@@ -6,7 +6,8 @@
  * decimal), then its tokens likewise; nothing stands around all of it (LlamaFactory's form).
  *
  * A path is looked for in media_dir, from the working folder, beside the data file, in the folder
- * above it, and last by its bare name in media_dir or beside the file. */
+ * above it, and last by its bare name in media_dir or beside the file. An image may also be a data:
+ * URI in base64, which is kept where others keep their path. */
 #ifndef ITH_DATA_MEDIA_H
 #define ITH_DATA_MEDIA_H
 

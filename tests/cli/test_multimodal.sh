@@ -111,10 +111,12 @@ cat >"$dir/ask.jsonl" <<'END'
 {"messages": [{"role": "user", "content": "<image><image>Which?"}], "images": ["pictures/wide.png", "pictures/tall.png"]}
 {"messages": [{"role": "user", "content": "<image>Which?"}, {"role": "assistant", "content": "Wide."}, {"role": "user", "content": "<image>Which?"}], "images": ["pictures/wide.png", "pictures/tall.png"]}
 END
+printf '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,%s"}}, {"type": "text", "text": "Which?"}]}]}\n' \
+    "$(base64 -w 0 <"$tall")" >>"$dir/ask.jsonl"
 for batch in 1 3; do
     got=$("$ithaca" generate "$dir/learned" "$dir/ask.jsonl" --device cpu --temperature 0 -n 9 -b $batch 2>/dev/null |
         sed 's/.*"answer": "\([^"]*\)".*/\1/' | tr '\n' ' ')
-    [ "$got" = "Tall. None. Wide. Both. Tall. " ] || fail "batches of $batch: $got"
+    [ "$got" = "Tall. None. Wide. Both. Tall. Tall. " ] || fail "batches of $batch: $got"
 done
 got=$(printf 'Which?\n/image %s\nWhich?\n/clear\nWhich?\n/image none.png\n' "$tall" |
     "$ithaca" chat "$dir/learned" --device cpu --temperature 0 -n 9 -i "$wide" 2>/dev/null | grep -v "^$" | tr '\n' ' ')
@@ -155,6 +157,8 @@ row() { # row TEXT IMAGES
 refused "$(row '<image>?' '["none.png"]')" "row 1 (line 1): none.png: no such file here or beside the data (media_dir"
 refused "$(row '<image>?' '["https://a.b/c.png"]')" "https://a.b/c.png: only files are read"
 refused "$(row '<image><image>hi' '["pictures/wide.png"]')" "row 1.*: 2 placeholders <image>, but 1 image in images"
+refused "$(row '<image>?' '["data:image/png;base64,!!"]')" "1 of 1 row dropped: .*data: URI: '!' is no base64"
+refused "$(row '<image>?' '["data:image/png;base64,iVBORw0K"]')" "1 of 1 row dropped: .*data: URI: no picture of a known format"
 head -c 60 "$dir/pictures/wide.png" >"$dir/pictures/cut.png"
 refused "$(row '<image>?' '["pictures/cut.png"]')" "1 of 1 row dropped: an image or video that cannot be read (first: .*row 1.*damaged PNG"
 refused "$(row '<image>?' '["pictures/wide.png"]')" "no sample is left.*no trainable token within cutoff_len" cutoff_len=12
