@@ -675,8 +675,123 @@ static ith_status walk_tower(bench *b)
     return ITH_OK;
 }
 
+/* ---- Gated DeltaNet: 16 key and 32 value heads of 128 (Qwen3.5-4B to 35B-A3B) ---- */
+
+static const model delta_model = {"Qwen3.5", 2560, 0, 32, 16, 128, 0};
+
+static ith_status conv_fwd(bench *b, const args *a)
+{
+    return ith_conv1d_silu_forward(b->ctx, a->t[0], a->t[1], a->t[2], ith_tensor_none(), a->seqs);
+}
+
+static ith_status conv_bwd(bench *b, const args *a)
+{
+    return ith_conv1d_silu_backward(b->ctx, a->t[1], a->t[3], a->t[0], a->t[4], a->t[2], a->seqs);
+}
+
+static ith_status delta_fwd(bench *b, const args *a)
+{
+    return ith_gated_delta_rule_forward(b->ctx, a->t[3], a->t[0], a->t[1], a->t[2], a->t[4],
+                                        a->t[5], ith_tensor_none(), a->seqs, 0.088f);
+}
+
+static ith_status delta_bwd(bench *b, const args *a)
+{
+    ith_tensor none = ith_tensor_none();
+    return ith_gated_delta_rule_backward(b->ctx, a->t[6], a->t[7], a->t[8], a->t[9], a->t[10], none,
+                                         a->t[3], a->t[0], a->t[1], a->t[2], a->t[4], a->t[5], none,
+                                         a->seqs, 0.088f);
+}
+
+static ith_status gated_fwd(bench *b, const args *a)
+{
+    return ith_gated_rmsnorm_forward(b->ctx, a->t[0], a->t[1], a->t[2], a->t[3], 1e-6f);
+}
+
+static ith_status gated_bwd(bench *b, const args *a)
+{
+    return ith_gated_rmsnorm_backward(b->ctx, a->t[0], a->t[4], a->t[5], a->t[0], a->t[1], a->t[2],
+                                      a->t[3], 1e-6f);
+}
+
+static ith_status make_gates(bench *b, double size, ith_tensor *out)
+{
+    static float values[1 << 16];
+    ITH_TRY(make(b, ITH_F32, b->tokens, b->m->heads_q, out));
+    int64_t n = ith_numel(*out), most = sizeof values / sizeof *values;
+    for (int64_t i = 0; i < most; i++)
+        values[i] = (float)(size * ith_rng_uniform(3, 4, (uint64_t)i));
+    for (int64_t at = 0; !ith_ctx_counting(b->ctx) && at < n; at += most)
+        ITH_TRY(b->ctx->device->upload(b->ctx->device, (float *)out->data + at, values,
+                                       ith_min_i64(most, n - at) * 4, b->ctx->err));
+    return ITH_OK;
+}
+
+/* FLOP of the delta rule: 6 Dk Dv + 4 C (Dk + Dv) forward for each token and value head, chunks of
+ * C = 64, and three times that backward, states made again included. Bytes: every operand once. */
+static ith_status walk_delta(bench *b)
+{
+    enum { CHUNK = 64 };
+    b->m = &delta_model;
+    const model *m = b->m;
+    args a = {0};
+    static int32_t cu[1025];
+    int64_t docs = ith_max_i64(b->tokens / b->doc, 1), dim = m->head_dim;
+    int64_t key = m->heads_kv * dim, value = m->heads_q * dim, all = 2 * key + value;
+    double tokens = (double)b->tokens, gates = tokens * (double)m->heads_q * 8;
+    double flop = tokens * (double)(m->heads_q * (6 * dim * dim + 8 * CHUNK * dim));
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    ith_tensor u, conv, dconv, o, docs_at;
+    for (int64_t i = 0; i <= docs; i++)
+        cu[i] = (int32_t)(i * b->tokens / docs);
+    ITH_TRY(make_ints(b, cu, docs + 1, &docs_at));
+    a.seqs = (ith_seqs){.cu_seqlens = docs_at,
+                        .cu_host = cu,
+                        .num_docs = docs,
+                        .max_len = ith_div_ceil(b->tokens, docs)};
+    ITH_TRY(make(b, ITH_BF16, b->tokens, all, &u));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, all, &conv));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, all, &dconv));
+    ITH_TRY(make(b, ITH_BF16, b->tokens, value, &o));
+    args c = {.t = {dconv, conv}, .seqs = a.seqs};
+    ITH_TRY(make(b, ITH_BF16, all, 4, &c.t[2]));
+    ITH_TRY(make(b, ITH_F32, all, 4, &c.t[3]));
+    c.t[4] = u;
+    double row = tokens * (double)all * 2;
+    ITH_TRY(timed(b, "gdn conv+silu forward", conv_fwd, &c, 2 * row, 0, 1));
+    ITH_TRY(timed(b, "gdn conv+silu backward", conv_bwd, &c, 3 * row, 0, 1));
+    a.t[0] = ith_split_heads(ith_col_range(u, 0, key), m->heads_kv);
+    a.t[1] = ith_split_heads(ith_col_range(u, key, 2 * key), m->heads_kv);
+    a.t[2] = ith_split_heads(ith_col_range(u, 2 * key, all), m->heads_q);
+    a.t[3] = ith_split_heads(o, m->heads_q);
+    ITH_TRY(make_gates(b, -0.3, &a.t[4]));
+    ITH_TRY(make_gates(b, 1.0, &a.t[5]));
+    a.t[6] = ith_split_heads(ith_col_range(dconv, 0, key), m->heads_kv);
+    a.t[7] = ith_split_heads(ith_col_range(dconv, key, 2 * key), m->heads_kv);
+    a.t[8] = ith_split_heads(ith_col_range(dconv, 2 * key, all), m->heads_q);
+    ITH_TRY(make(b, ITH_F32, b->tokens, m->heads_q, &a.t[9]));
+    ITH_TRY(make(b, ITH_F32, b->tokens, m->heads_q, &a.t[10]));
+    double out = tokens * (double)value * 2;
+    ITH_TRY(
+        timed(b, "gdn delta rule forward", delta_fwd, &a, row + out + gates, flop, MATRIX_RATE));
+    ITH_TRY(timed(b, "gdn delta rule backward", delta_bwd, &a, 2 * row + out + 2 * gates, 3 * flop,
+                  MATRIX_RATE));
+    args g = {.t = {a.t[3], a.t[2], ith_split_heads(ith_col_range(conv, 0, value), m->heads_q)}};
+    ITH_TRY(make(b, ITH_F32, 1, dim, &g.t[3]));
+    g.t[3] = ith_tensor_1d(g.t[3].data, ITH_F32, dim);
+    g.t[4] = ith_split_heads(ith_col_range(dconv, 0, value), m->heads_q);
+    ITH_TRY(make(b, ITH_F32, 1, dim, &g.t[5]));
+    g.t[5] = ith_tensor_1d(g.t[5].data, ITH_F32, dim);
+    ITH_TRY(timed(b, "gdn gated norm forward", gated_fwd, &g, 3 * out, 0, 1));
+    ITH_TRY(timed(b, "gdn gated norm backward", gated_bwd, &g, 5 * out, 0, 1));
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
 static ith_status walk(bench *b)
 {
+    if (strncmp(b->only, "gdn", 3) == 0) /* without the memory of all others */
+        return walk_delta(b);
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
         const model *m = b->m = &models[i];
         int64_t q_cols = m->heads_q * m->head_dim, kv_cols = m->heads_kv * m->head_dim;
@@ -695,7 +810,8 @@ static ith_status walk(bench *b)
     ITH_TRY(walk_blocks(b));
     ITH_TRY(walk_group_router(b));
     ITH_TRY(walk_gates(b));
-    return walk_tower(b);
+    ITH_TRY(walk_tower(b));
+    return walk_delta(b);
 }
 
 static ith_status run(bench *b)

@@ -25,15 +25,8 @@ static void test_open_missing_plugin_names_the_file(void **state)
     assert_null(handle);
 }
 
-static bool is_cpu_only(size_t offset)
-{
-    /* a pair of pointers each: Gated DeltaNet, from conv1d_silu to gated_rmsnorm */
-    return offset >= offsetof(ith_backend, conv1d_silu_forward) &&
-           offset < offsetof(ith_backend, sigmoid_gate_forward);
-}
-
-/* Goal: every operator has a CUDA function, but for those that only the CPU has so far. Method: the
- * entries are pairs of pointers, run first. */
+/* Goal: every operator has a CUDA function. Method: the entries are pairs of pointers, run first.
+ */
 static void test_open_counting_table_is_complete(void **state)
 {
     (void)state;
@@ -45,7 +38,7 @@ static void test_open_counting_table_is_complete(void **state)
     const void *entries[(sizeof(ith_backend) - sizeof(char *)) / sizeof(void *)];
     memcpy(entries, (const char *)ctx.backend + sizeof(char *), sizeof entries);
     for (size_t i = 0; i < sizeof entries / sizeof *entries; i += 2)
-        if (!entries[i] && !is_cpu_only(sizeof(char *) + i * sizeof(void *)))
+        if (!entries[i])
             fail_msg("entry %zu of the table has no function", i / 2);
     void *memory = NULL;
     assert_fails(ctx.device->alloc(ctx.device, 10, &memory, &err), err, ITH_ERR_UNSUPPORTED,
@@ -87,6 +80,53 @@ static void test_counting_attention_counts_workspace(void **state)
     ith_ctx_close_cuda(&ctx);
 }
 
+/* Scratch of the delta rule for one document of T tokens, 4 key and 8 value heads of 128. */
+static int64_t delta_scratch(ith_dtype dtype, int64_t tokens, bool backward)
+{
+    ith_ctx ctx = {.err = &err};
+    ith_plan *plan = NULL;
+    assert_ok(ith_ctx_open_cuda(&ctx, 0, true), err);
+    assert_ok(ith_plan_create(&plan, ctx.device, &err), err);
+    ctx.plan = plan;
+    ith_tensor qkv, o, gates, docs, none = ith_tensor_none();
+    assert_ok(ith_ctx_push(&ctx, ITH_MEM_ACTIVATIONS, "qkv", dtype, 2, tokens, 2048, 1, 1, &qkv),
+              err);
+    assert_ok(ith_ctx_push(&ctx, ITH_MEM_ACTIVATIONS, "o", dtype, 3, tokens, 8, 128, 1, &o), err);
+    assert_ok(ith_ctx_push(&ctx, ITH_MEM_ACTIVATIONS, "g", ITH_F32, 2, tokens, 8, 1, 1, &gates),
+              err);
+    assert_ok(ith_ctx_push(&ctx, ITH_MEM_ACTIVATIONS, "cu", ITH_I32, 1, 2, 1, 1, 1, &docs), err);
+    ith_seqs seqs = {.cu_seqlens = docs, .num_docs = 1, .max_len = tokens}; /* no borders yet */
+    ith_tensor q = ith_split_heads(ith_col_range(qkv, 0, 512), 4);
+    ith_tensor k = ith_split_heads(ith_col_range(qkv, 512, 1024), 4);
+    ith_tensor v = ith_split_heads(ith_col_range(qkv, 1024, 2048), 8);
+    if (backward)
+        assert_ok(ith_gated_delta_rule_backward(&ctx, q, k, v, gates, gates, none, o, q, k, v,
+                                                gates, gates, none, seqs, 0.1f),
+                  err);
+    else
+        assert_ok(ith_gated_delta_rule_forward(&ctx, o, q, k, v, gates, gates, none, seqs, 0.1f),
+                  err);
+    int64_t bytes = ith_plan_peak(plan, ITH_MEM_WORKSPACE);
+    ith_plan_destroy(plan);
+    ith_ctx_close_cuda(&ctx);
+    return bytes;
+}
+
+/* Goal: scratch of the delta rule is planned without borders of documents and does not grow with
+ * their length, but for tables and a state for every 16384 tokens. */
+static void test_counting_delta_rule_bounds_workspace(void **state)
+{
+    (void)state;
+    int64_t cells = 256 * 8, tables = 1 << 20, state_bytes = 8 * 128 * 128 * 4;
+    int64_t forward = delta_scratch(ITH_BF16, 1 << 14, false);
+    int64_t backward = delta_scratch(ITH_BF16, 1 << 14, true);
+    if (forward < cells * 2 * 64 * 64 * 2 || backward < forward + cells * 2 * 128 * 128 * 2)
+        fail_msg("forward %lld, backward %lld bytes", (long long)forward, (long long)backward);
+    assert_true(delta_scratch(ITH_BF16, 1 << 20, false) < forward + tables);
+    assert_true(delta_scratch(ITH_BF16, 1 << 20, true) < backward + tables + 64 * state_bytes);
+    assert_true(delta_scratch(ITH_F32, 1 << 14, true) > backward + backward / 2);
+}
+
 /* Goal: every attention graph we ship finds an engine for an H200 that compiles. */
 static void test_attention_graphs_find_engines(void **state)
 {
@@ -119,6 +159,7 @@ int main(void)
         cmocka_unit_test(test_open_missing_plugin_names_the_file),
         cmocka_unit_test(test_open_counting_table_is_complete),
         cmocka_unit_test(test_counting_attention_counts_workspace),
+        cmocka_unit_test(test_counting_delta_rule_bounds_workspace),
         cmocka_unit_test(test_attention_graphs_find_engines),
     };
     return cmocka_run_group_tests_name("cuda_plugin", tests, NULL, NULL);

@@ -291,6 +291,7 @@ static const document_list document_lists[] = {
     {4, {0, 257, 258, 387, 515}},        /* 7: long beside short, tiles not filled */
     {9, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}}, /* 8: all single */
     {2, {0, 128, 256}},                  /* 9: equal */
+    {2, {0, 100, 17000}},                /* 10: longer than a stretch of the CUDA delta rule */
 };
 
 static ith_seqs make_seqs(op_run *r, int64_t docs, int64_t *rows)
@@ -875,6 +876,11 @@ static ith_status adamw(op_run *r, const int64_t *a)
 /* Weights and score gradients rounded to bf16 before their second product (as every fast attention
  * does) add about one rounding of the output, which the plain reference does not have. */
 #define FLOOR_ATTENTION 2e-3
+/* Chunked forms on tensor cores round what one product hands to the next (Z, P, D, the states and
+ * their gradients) to bf16. In double arithmetic with these roundings alone o, dq, dk and dv are
+ * off by 2 to 3e-3 of their root mean square, dg and dbeta, which are f32, by up to 3.7e-3; single
+ * elements by half as much again. */
+#define FLOOR_DELTA 6e-3
 
 #include "op_cases_gdn.inc"
 
@@ -919,8 +925,8 @@ FAMILY(conv1d_silu_forward, false, FLOOR, "docs C K history pad")
 FAMILY(conv1d_silu_backward, false, FLOOR, "docs C K history pad")
 FAMILY(gdn_gates_forward, false, FLOOR, "T H pad")
 FAMILY(gdn_gates_backward, false, FLOOR, "T H pad")
-FAMILY(gated_delta_rule_forward, false, FLOOR, "docs Hk Hv Dk Dv decay state")
-FAMILY(gated_delta_rule_backward, false, FLOOR, "docs Hk Hv Dk Dv decay state")
+FAMILY(gated_delta_rule_forward, false, FLOOR_DELTA, "docs Hk Hv Dk Dv decay state")
+FAMILY(gated_delta_rule_backward, false, FLOOR_DELTA, "docs Hk Hv Dk Dv decay state")
 FAMILY(gated_rmsnorm_forward, false, FLOOR, "T H D pad alias")
 FAMILY(gated_rmsnorm_backward, false, FLOOR, "T H D pad alias")
 FAMILY(sigmoid_gate_forward, false, FLOOR, "T H D pad alias")

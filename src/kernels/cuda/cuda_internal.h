@@ -165,6 +165,8 @@ void ith_cuda_fill_grouped(struct ith_backend *b);   /* grouped linear */
 void ith_cuda_fill_gates(struct ith_backend *b);     /* of attention output and shared expert */
 void ith_cuda_fill_vision(struct ith_backend *b);    /* layernorm, bias, gelu */
 void ith_cuda_fill_optimizer(struct ith_backend *b); /* sumsq, clip, adamw */
+void ith_cuda_fill_gdn_rows(struct ith_backend *b);  /* conv1d, gates, gated norm */
+void ith_cuda_fill_delta(struct ith_backend *b);     /* gated delta rule */
 
 #ifdef __cplusplus
 }

@@ -321,6 +321,8 @@ static const ith_backend *backend_table(void)
         ith_cuda_fill_gates(&table);
         ith_cuda_fill_vision(&table);
         ith_cuda_fill_optimizer(&table);
+        ith_cuda_fill_gdn_rows(&table);
+        ith_cuda_fill_delta(&table);
         table.name = "cuda";
     }
     return &table;
