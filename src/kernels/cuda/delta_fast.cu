@@ -884,10 +884,11 @@ __device__ __forceinline__ void finish_decay(grads_shared *sh, const delta_args 
         int i = C - 1 - 2 * lane - e;
         x[e] = 0;
         for (int w = 0; w < SIDES; w++) {
-            x[e] += (double)sh->reads[w][i] - (double)sh->writes[w][i] + (double)sh->rows[w][i] -
-                    (double)sh->cols[w][i];
+            x[e] += (double)sh->reads[w][i] - (double)sh->writes[w][i] + (double)sh->rows[w][i];
             writes += (double)sh->writes[w][i];
         }
+        for (int w = 0; w < 4; w++)
+            x[e] -= (double)sh->cols[w][i];
     }
     writes = group_sum(writes, 32);
     for (int w = 0; w < GRAD_THREADS / 32; w++)
