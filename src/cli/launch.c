@@ -1,26 +1,31 @@
-/* launch.c - mpirun as a child, with the options that a run on one machine needs. */
+/* launch.c - the ranks of a run on one machine: under mpirun where it is, else as children of this
+ * process that meet over sockets (comm/comm_tcp.h). */
 #include "cli/launch.h"
 
 #include <errno.h>
 #include <limits.h>
+#include <netinet/in.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "base/mem.h"
 
 #define MAX_OPTIONS 16
 #define NOT_STARTED 127
+#define GRACE_S 20 /* for the other ranks, when one has failed */
 
-static volatile sig_atomic_t child;
+static volatile sig_atomic_t target; /* of kill: a process, or less a group of them; 0: none */
 
 static void pass_on(int number)
 {
-    if (child > 0)
-        kill((pid_t)child, number == SIGUSR1 ? SIGUSR1 : ITH_SIGNAL_STOP);
+    if (target != 0)
+        kill((pid_t)target, number == SIGUSR1 ? SIGUSR1 : ITH_SIGNAL_STOP);
 }
 
 static void install(void)
@@ -58,11 +63,104 @@ static ith_status run_child(char *const *argv, int *code, ith_error *err)
         execvp(argv[0], argv);
         _exit(NOT_STARTED);
     }
-    child = pid;
+    target = pid;
     install();
     while (waitpid(pid, &state, 0) < 0 && errno == EINTR)
         continue;
     *code = WIFEXITED(state) ? WEXITSTATUS(state) : 1;
+    return ITH_OK;
+}
+
+/* ---- without mpirun ---- */
+
+/* A port that is free now. */
+static ith_status free_port(int64_t *port, ith_error *err)
+{
+    struct sockaddr_in any = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    socklen_t len = sizeof any;
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    bool ok = fd >= 0 && bind(fd, (struct sockaddr *)&any, len) == 0 &&
+              getsockname(fd, (struct sockaddr *)&any, &len) == 0;
+    ith_status status = ok ? ITH_OK : ith_fail(err, ITH_ERR_IO, "port: %s", strerror(errno));
+    *port = ntohs(any.sin_port);
+    if (fd >= 0)
+        close(fd);
+    return status;
+}
+
+static void set_number(const char *name, int64_t value)
+{
+    char text[24];
+    snprintf(text, sizeof text, "%lld", (long long)value);
+    setenv(name, text, 1);
+}
+
+/* All in one process group of their own, named by the first. */
+static ith_status start_ranks(int64_t ranks, char *const *argv, pid_t *group, ith_error *err)
+{
+    int64_t port = 0;
+    ITH_TRY(free_port(&port, err));
+    setenv("MASTER_ADDR", "127.0.0.1", 1);
+    set_number("MASTER_PORT", port);
+    set_number("WORLD_SIZE", ranks);
+    set_number("LOCAL_WORLD_SIZE", ranks);
+    fflush(NULL);
+    *group = 0;
+    for (int64_t r = 0; r < ranks; r++) {
+        set_number("RANK", r);
+        set_number("LOCAL_RANK", r);
+        pid_t pid = fork();
+        if (pid < 0) {
+            int code = errno;
+            if (*group)
+                kill(-*group, SIGKILL);
+            return ith_fail(err, ITH_ERR_RUN, "cannot start process %lld of %lld: %s",
+                            (long long)r + 1, (long long)ranks, strerror(code));
+        }
+        if (pid == 0) {
+            setpgid(0, *group);
+            execv(argv[0], argv);
+            _exit(NOT_STARTED);
+        }
+        *group = *group ? *group : pid;
+        setpgid(pid, *group);
+    }
+    return ITH_OK;
+}
+
+/* Exit code of rank 0; of another one when that is 0 or was killed. */
+static int wait_ranks(int64_t ranks, pid_t group)
+{
+    int code = 0, state = 0;
+    time_t failed_at = 0;
+    for (int64_t left = ranks; left > 0;) {
+        pid_t pid = waitpid(-group, &state, code ? WNOHANG : 0);
+        if (pid == 0) {
+            if (time(NULL) - failed_at > GRACE_S)
+                kill(-group, SIGKILL);
+            nanosleep(&(struct timespec){0, 50000000}, NULL);
+            continue;
+        }
+        if (pid < 0 && errno == EINTR)
+            continue;
+        if (pid < 0)
+            break;
+        left--;
+        int own = WIFEXITED(state) ? WEXITSTATUS(state) : 1;
+        if (own && !code)
+            failed_at = time(NULL);
+        code = own && (!code || (pid == group && WIFEXITED(state))) ? own : code;
+    }
+    return code;
+}
+
+static ith_status run_ranks(int64_t ranks, char *const *argv, int *code, ith_error *err)
+{
+    pid_t group = 0;
+    ITH_TRY(start_ranks(ranks, argv, &group, err));
+    target = -group;
+    install();
+    *code = wait_ranks(ranks, group);
     return ITH_OK;
 }
 
@@ -89,18 +187,16 @@ ith_status ith_launch_ranks(int64_t ranks, const char *command, const char *cons
         argv[n++] = borrowed("--allow-run-as-root");
     argv[n++] = borrowed("-n");
     argv[n++] = count;
+    int first = n;
     argv[n++] = self;
     argv[n++] = borrowed(command);
     for (int i = 0; i < num_arguments; i++)
         argv[n++] = borrowed(arguments[i]);
     ith_status status = run_child(argv, &code, err);
+    if (status == ITH_OK && code == NOT_STARTED)
+        status = run_ranks(ranks, argv + first, &code, err);
     ith_free(argv);
-    if (status == ITH_OK && code != NOT_STARTED)
+    if (status == ITH_OK)
         exit(code);
-    if (status != ITH_OK)
-        return status;
-    return ith_fail(err, ITH_ERR_UNSUPPORTED,
-                    "ranks: %lld processes are started by mpirun, which is not here (install Open "
-                    "MPI, or use 1)",
-                    (long long)ranks);
+    return status;
 }

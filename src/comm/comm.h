@@ -1,6 +1,6 @@
 /* comm.h - a group of ranks and what they do together.
  *
- * A driver (comm_self.c, comm_mpi.c) only moves bytes between ranks: one exchange in which every
+ * A driver (comm_self.c, comm_mpi.c, comm_tcp.c) only moves bytes between ranks: one exchange in which every
  * rank sends a block to every rank. All collectives are built from it here, once, so every driver
  * gives the same bits. Invariants:
  * 1. A collective is called by every rank of its group, in the same order, or by none.
@@ -29,7 +29,7 @@ typedef struct {
 } ith_exchange;
 
 typedef struct {
-    const char *name; /* "self", "mpi" */
+    const char *name; /* "self", "mpi", "tcp" */
     /* Moves the blocks, the own one included. */
     ith_status (*exchange)(ith_comm *comm, const ith_exchange *x, ith_error *err);
     /* A new driver state for the ranks of the same color, in the order of their ranks. */
@@ -55,8 +55,9 @@ struct ith_comm {
     int64_t *lists; /* [5 * size + 1] */
 };
 
-/* All ranks of the job: over MPI when a launcher (mpirun, srun) started several, else this process
- * alone. The program starts without MPI; a job of many ranks without the plug-in is one line. */
+/* All ranks of the job: over MPI when its launcher (mpirun, srun) started several; over sockets
+ * when RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set (torchrun); else this process alone.
+ * The program starts without MPI; ranks of its launcher without the plug-in are one line. */
 ith_status ith_comm_open_world(ith_comm **out, double timeout_s, ith_error *err);
 /* True when a launcher started this process as one of several. */
 bool ith_comm_is_launched(void);

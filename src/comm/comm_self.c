@@ -1,5 +1,6 @@
 /* comm_self.c - a group of one rank, and the way into a group of many.
  * Invariant: the plug-in is opened once and never closed, for MPI does not unload well. */
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -8,6 +9,7 @@
 #include "base/mem.h"
 #include "base/plugin.h"
 #include "comm/comm.h"
+#include "comm/comm_tcp.h"
 #include "comm/mpi_api.h"
 
 static ith_status self_exchange(ith_comm *comm, const ith_exchange *x, ith_error *err)
@@ -54,18 +56,45 @@ ith_status ith_comm_open_self(ith_comm **out, ith_error *err)
 
 /* ---- a job of many ---- */
 
-/* Number of ranks by a launcher's variable, 0 when it is not set. */
-static long variable(const char *name)
+/* A launcher's variable as a number, -1 when it is not set. */
+static int64_t variable(const char *name)
 {
     const char *text = getenv(name);
-    return text && text[0] ? strtol(text, NULL, 10) : 0;
+    return text && text[0] ? strtoll(text, NULL, 10) : -1;
+}
+
+/* Open MPI; PMI of MPICH, srun --mpi=pmi2; PMIx, whose namespace is set by every launcher. */
+static bool launched_by_mpi(void)
+{
+    return variable("OMPI_COMM_WORLD_SIZE") > 0 || variable("PMI_SIZE") > 0 ||
+           getenv("PMIX_NAMESPACE") != NULL;
 }
 
 bool ith_comm_is_launched(void)
 {
-    /* Open MPI; PMI of MPICH, srun --mpi=pmi2; PMIx, whose namespace is set by every launcher. */
-    return variable("OMPI_COMM_WORLD_SIZE") > 0 || variable("PMI_SIZE") > 0 ||
-           getenv("PMIX_NAMESPACE") != NULL;
+    return launched_by_mpi() || variable("WORLD_SIZE") > 1;
+}
+
+/* The variables of torchrun. With its agent a store of torch listens at MASTER_PORT: rank 0 takes
+ * the port above. */
+static ith_status open_tcp(ith_comm **out, ith_error *err)
+{
+    int64_t rank = variable("RANK"), size = variable("WORLD_SIZE"), port = variable("MASTER_PORT");
+    const char *address = getenv("MASTER_ADDR"), *store = getenv("TORCHELASTIC_USE_AGENT_STORE");
+    char text[24];
+    if (rank < 0 || rank >= size)
+        return ith_fail(err, ITH_ERR_USAGE, "RANK: found %s with WORLD_SIZE=%lld (use 0 to %lld)",
+                        getenv("RANK") ? getenv("RANK") : "nothing", (long long)size,
+                        (long long)size - 1);
+    if (!address || port <= 0 || port > 65534)
+        return ith_fail(err, ITH_ERR_USAGE,
+                        "%s: not given or no port, with WORLD_SIZE=%lld (set MASTER_ADDR and "
+                        "MASTER_PORT, where rank 0 listens; or start the ranks with mpirun, srun "
+                        "or ranks=%lld)",
+                        address ? "MASTER_PORT" : "MASTER_ADDR", (long long)size, (long long)size);
+    port += store && strcmp(store, "True") == 0;
+    snprintf(text, sizeof text, "%lld", (long long)port);
+    return ith_comm_open_tcp(out, rank, size, address, text, err);
 }
 
 static ith_status open_mpi(ith_comm **out, double timeout_s, ith_error *err)
@@ -80,14 +109,12 @@ static ith_status open_mpi(ith_comm **out, double timeout_s, ith_error *err)
 
 ith_status ith_comm_open_world(ith_comm **out, double timeout_s, ith_error *err)
 {
-    if (ith_comm_is_launched())
+    if (launched_by_mpi())
         ITH_WRAP(open_mpi(out, timeout_s, err), err, "this process is one rank of a job");
-    else if (variable("WORLD_SIZE") > 1)
-        return ith_fail(err, ITH_ERR_UNSUPPORTED,
-                        "WORLD_SIZE=%ld is set but no MPI launcher started this process (start "
-                        "ranks with mpirun or srun, or give ranks=%ld)",
-                        variable("WORLD_SIZE"), variable("WORLD_SIZE"));
+    else if (ith_comm_is_launched())
+        ITH_TRY(open_tcp(out, err));
     else
         ITH_TRY(ith_comm_open_self(out, err));
+    (*out)->timeout_s = timeout_s;
     return ITH_OK;
 }

@@ -7,7 +7,7 @@
 #include "base/checked.h"
 #include "base/env.h"
 #include "base/file.h"
-#include "config/config_dfactory.h"
+#include "config/config_dialect.h"
 #include "config/config_internal.h"
 #include "config/yaml_internal.h"
 
@@ -18,14 +18,12 @@
 #include <strings.h>
 #include <sys/random.h>
 
-#define ITH_MAX_DFACTORY_KEYS 200
-
 typedef struct {
     ith_config config;
     struct ith_config_origin *origin;
     config_problems problems;
     ith_error *err;
-    bool dfactory;
+    const ith_dialect *dialect;  /* NULL: our own */
     const ith_yaml_node *lr_min; /* of a dFactory file; NULL: not given */
 } loader;
 
@@ -102,10 +100,8 @@ typedef struct {
 static const foreign_key foreign_keys[] = {
     {"finetuning_type", "a LlamaFactory v0 file", "write it with LlamaFactory v1 keys"},
     {"stage", "a LlamaFactory v0 file", "write it with LlamaFactory v1 keys"},
-    {"parallelism_config", "an accelerate file", "that dialect is not built yet"},
-    {"distributed_type", "an accelerate file", "that dialect is not built yet"},
-    {"model_name_or_path", "a TRL file", "that dialect is not built yet"},
-    {"dataset_name", "a TRL file", "that dialect is not built yet"},
+    {"distributed_type", "an accelerate file",
+     "it starts programs; its parallelism_config_* sizes go into a TRL file"},
 };
 
 static bool has_map(const ith_yaml_node *root, const char *key)
@@ -114,10 +110,14 @@ static bool has_map(const ith_yaml_node *root, const char *key)
     return value && value->kind == ITH_YAML_MAP;
 }
 
-/* dFactory and VeOmni files have sections. */
-static bool is_dfactory(const ith_yaml_node *root)
+/* dFactory and VeOmni files have sections; TRL files name the model as transformers does. */
+static const ith_dialect *dialect_of(const ith_yaml_node *root)
 {
-    return has_map(root, "model") || has_map(root, "train") || has_map(root, "data");
+    if (has_map(root, "model") || has_map(root, "train") || has_map(root, "data"))
+        return &ith_dialect_dfactory;
+    if (ith_yaml_find(root, "model_name_or_path") || ith_yaml_find(root, "dataset_name"))
+        return &ith_dialect_trl;
+    return NULL;
 }
 
 /* The dialect is told by its keys; the ones that are not read yet end here. */
@@ -145,7 +145,6 @@ static const struct {
     {"evaluation_strategy", "eval_strategy"},
     {"per_device_train_batch_size", "micro_batch_size"},
     {"per_device_eval_batch_size", "micro_batch_size"},
-    {"gradient_accumulation_steps", "global_batch_size = dp_size * micro_batch_size * steps"},
     {"max_seq_length", "cutoff_len"},
     {"max_length", "cutoff_len"},
     {"max_seq_len", "cutoff_len"},
@@ -168,6 +167,9 @@ static const struct {
     {"template", "custom_chat_template"},
     {"packing", "batching_strategy: packing"},
     {"sequence_parallel_size", "cp_size"},
+    {"sp_size", "cp_size"},
+    {"expert_parallel_size", "ep_size"},
+    {"pad_to_multiple_of", "not needed: slices of a sequence need no padding"},
     {"deepspeed", "dist_config: {name: deepspeed, config_file: ...}"},
     {"fp16", "bf16"},
 };
@@ -276,7 +278,7 @@ static ith_status give_plugin(loader *l, int plugin, const ith_yaml_node *key,
     return ith_config_add_problem(&l->problems, value, status, &err);
 }
 
-/* ---- dFactory and VeOmni files ---- */
+/* ---- files of other programs ---- */
 
 static ith_status add_note(loader *l, const ith_yaml_node *where, const char *name, const char *why)
 {
@@ -319,74 +321,146 @@ static bool is_value(const ith_yaml_node *node, const char *only)
            ith_yaml_get_float(node, "", -1e300, 1e300, &found, NULL) == ITH_OK && found == wanted;
 }
 
-static ith_status fail_dfactory(loader *l, const ith_yaml_node *key, const char *name)
+static const ith_dialect_key *find_foreign(const ith_dialect *d, const char *name)
 {
-    const char *names[ITH_MAX_DFACTORY_KEYS];
+    for (int i = 0; i < d->num_keys; i++)
+        if (strcmp(d->keys[i].name, name) == 0)
+            return &d->keys[i];
+    return NULL;
+}
+
+static ith_status fail_foreign(loader *l, const ith_yaml_node *key, const char *name)
+{
+    const ith_dialect *d = l->dialect;
+    const char *names[ITH_MAX_DIALECT_KEYS];
     ith_error err = {0};
-    const char *near =
-        ith_nearest_name(name, names, ith_dfactory_names(names, ITH_MAX_DFACTORY_KEYS));
+    ITH_ASSERT(d->num_keys <= ITH_MAX_DIALECT_KEYS);
+    for (int i = 0; i < d->num_keys; i++)
+        names[i] = d->keys[i].name;
+    const char *near = ith_nearest_name(name, names, d->num_keys);
     ith_status status =
         near ? ith_yaml_fail(key, &err, "%.80s: unknown key (did you mean %s?)", name, near)
-             : ith_yaml_fail(key, &err, "%.80s: unknown key of dFactory and VeOmni files", name);
+             : ith_yaml_fail(key, &err, "%.80s: unknown key of %s files", name, d->name);
+    return ith_config_add_problem(&l->problems, key, status, &err);
+}
+
+/* Our keys, written by us, as if they stood at `where`. */
+static ith_status give_keys(loader *l, const ith_yaml_node *where, const char *text,
+                            const char *name)
+{
+    ith_yaml yaml = {0};
+    ITH_TRY(where
+                ? ith_yaml_parse_at(&yaml, text, (int64_t)strlen(text), where->file, where, l->err)
+                : ith_yaml_parse(&yaml, text, (int64_t)strlen(text), name, l->err));
+    ITH_TRY(keep_yaml(l, &yaml));
+    for (int64_t i = 0; i < yaml.root->count; i++)
+        ITH_TRY(give(l, yaml.root->pairs[i].key->text, where ? where : yaml.root->pairs[i].key,
+                     yaml.root->pairs[i].value));
+    return ITH_OK;
+}
+
+static ith_status give_choice(loader *l, const ith_dialect_key *k, const ith_yaml_node *key,
+                              const ith_yaml_node *value)
+{
+    char found[80], wanted[200];
+    int used = 0;
+    ith_error err = {0};
+    for (const ith_dialect_choice *c = k->choices; c->value; c++) {
+        bool on = false, is_bool = ith_yaml_get_bool(value, "", &on, NULL) == ITH_OK;
+        if (is_value(value, c->value) || (is_bool && strcmp(c->value, on ? "true" : "false") == 0))
+            return c->keys ? give_keys(l, key, c->keys, NULL) : ITH_OK;
+        if (used < (int)sizeof wanted)
+            used += snprintf(wanted + used, sizeof wanted - (size_t)used, "%s%s",
+                             c == k->choices ? "" : ", ", c->value);
+    }
+    ith_status status = ith_yaml_fail(value, &err, "%s: found %s (use %s%s%s)", k->name,
+                                      ith_yaml_describe(value, found, sizeof found), wanted,
+                                      k->note ? ": " : "", k->note ? k->note : "");
+    return ith_config_add_problem(&l->problems, value, status, &err);
+}
+
+/* Two keys of the file that mean the same here. */
+static ith_status refuse_twice(loader *l, const ith_dialect_key *k, const ith_yaml_node *key,
+                               bool *refused)
+{
+    int idx = ith_config_find_row(k->to, strlen(k->to));
+    const ith_yaml_node *other = idx >= 0 ? l->origin->given[idx].key : NULL;
+    ith_error err = {0};
+    *refused =
+        other && other != key && other->line && key->line && strcmp(other->file, key->file) == 0;
+    if (!*refused)
+        return ITH_OK;
+    ith_status status =
+        ith_yaml_fail(key, &err, "%s: found beside %s of line %d (keep one of them)", k->name,
+                      other->text, other->line);
     return ith_config_add_problem(&l->problems, key, status, &err);
 }
 
 /* name: "train.lr". */
-static ith_status give_dfactory(loader *l, const char *name, const ith_yaml_node *key,
-                                const ith_yaml_node *value)
+static ith_status give_foreign(loader *l, const char *name, const ith_yaml_node *key,
+                               const ith_yaml_node *value)
 {
-    const dfactory_key *k = ith_dfactory_find(name);
-    char found[80];
-    ith_error err = {0};
+    const ith_dialect_key *k = find_foreign(l->dialect, name);
+    double number = 0;
+    bool refused = false;
     if (!k)
-        return fail_dfactory(l, key, name);
+        return fail_foreign(l, key, name);
     if (k->is_lr_min) {
         l->lr_min = value;
         return ITH_OK;
     }
-    if (k->only && !is_value(value, k->only)) {
-        ith_status status =
-            ith_yaml_fail(value, &err, "%s: found %s (use %s: %s)", name,
-                          ith_yaml_describe(value, found, sizeof found), k->only, k->note);
-        return ith_config_add_problem(&l->problems, value, status, &err);
-    }
-    if (k->only)
+    if (k->skip_if && is_value(value, k->skip_if))
+        return ITH_OK;
+    if (k->choices[0].value)
+        return give_choice(l, k, key, value);
+    if (!k->to)
+        return add_note(l, key, name, k->note);
+    ITH_TRY(refuse_twice(l, k, key, &refused));
+    if (refused)
         return ITH_OK;
     if (k->note)
-        return add_note(l, key, name, k->note);
-    if (k->yes) {
-        bool on = false;
-        ith_status status = ith_yaml_get_bool(value, name, &on, &err);
-        if (status != ITH_OK)
-            return ith_config_add_problem(&l->problems, value, status, &err);
-        return give_text(l, k->to, key, on ? k->yes : k->no);
-    }
-    bool empty = value->kind == ITH_YAML_SCALAR && value->len == 0;
-    if ((k->empty_is_null && empty) || (k->zero_is_null && is_value(value, "0")))
+        ITH_TRY(add_note(l, key, name, k->note));
+    if (k->null_if && is_value(value, k->null_if))
         return give_text(l, k->to, key, "null");
+    if (k->whole && ith_yaml_get_float(value, "", -1e9, 1e9, &number, NULL) == ITH_OK &&
+        number == floor(number)) {
+        char text[24];
+        snprintf(text, sizeof text, "%.0f", number);
+        return give_text(l, k->to, key, text);
+    }
     return give(l, k->to, key, value);
 }
 
-static ith_status give_dfactory_file(loader *l, const ith_yaml_node *root)
+/* One section, or a flat file; late: the keys that are read last. */
+static ith_status give_section(loader *l, const char *section, const ith_yaml_node *map, bool late)
 {
-    ith_yaml yaml = {0};
-    l->dfactory = true;
-    ITH_TRY(ith_yaml_parse(&yaml, ith_dfactory_defaults, (int64_t)strlen(ith_dfactory_defaults),
-                           "defaults of dFactory", l->err));
-    ITH_TRY(keep_yaml(l, &yaml));
-    for (int64_t i = 0; i < yaml.root->count; i++)
-        ITH_TRY(give(l, yaml.root->pairs[i].key->text, yaml.root->pairs[i].key,
-                     yaml.root->pairs[i].value));
-    for (int64_t s = 0; s < root->count; s++) {
-        const ith_yaml_node *section = root->pairs[s].key, *map = root->pairs[s].value;
-        if (map->kind != ITH_YAML_MAP) {
-            ITH_TRY(fail_dfactory(l, section, section->text));
+    for (int64_t i = 0; i < map->count; i++) {
+        const ith_yaml_node *key = map->pairs[i].key, *value = map->pairs[i].value;
+        char name[256];
+        snprintf(name, sizeof name, "%.40s%s%.200s", section, *section ? "." : "", key->text);
+        const ith_dialect_key *k = find_foreign(l->dialect, name);
+        if (!*section && strcmp(name, "parallelism_config") == 0 && value->kind == ITH_YAML_MAP)
+            ITH_TRY(give_section(l, "", value, late));
+        else if ((k && k->late) == late)
+            ITH_TRY(give_foreign(l, name, key, value));
+    }
+    return ITH_OK;
+}
+
+static ith_status give_foreign_file(loader *l, const ith_yaml_node *root)
+{
+    ITH_TRY(give_keys(l, NULL, l->dialect->defaults, "defaults of another program"));
+    for (int late = 0; late < 2; late++) {
+        if (l->dialect == &ith_dialect_trl) {
+            ITH_TRY(give_section(l, "", root, late));
             continue;
         }
-        for (int64_t i = 0; i < map->count; i++) {
-            char name[256];
-            snprintf(name, sizeof name, "%.40s.%.200s", section->text, map->pairs[i].key->text);
-            ITH_TRY(give_dfactory(l, name, map->pairs[i].key, map->pairs[i].value));
+        for (int64_t s = 0; s < root->count; s++) {
+            const ith_yaml_node *section = root->pairs[s].key, *map = root->pairs[s].value;
+            if (map->kind == ITH_YAML_MAP)
+                ITH_TRY(give_section(l, section->text, map, late));
+            else if (!late)
+                ITH_TRY(fail_foreign(l, section, section->text));
         }
     }
     return ITH_OK;
@@ -425,8 +499,9 @@ static ith_status give_file(loader *l)
         return ITH_OK;
     ITH_TRY(ith_yaml_get_map(root, "this file", l->err));
     ITH_TRY(check_dialect(root, l->err));
-    if (is_dfactory(root))
-        return give_dfactory_file(l, root);
+    l->dialect = dialect_of(root);
+    if (l->dialect)
+        return give_foreign_file(l, root);
     for (int64_t i = 0; i < root->count; i++) {
         const ith_yaml_node *key = root->pairs[i].key;
         ith_error err = {0};
@@ -462,13 +537,8 @@ static ith_status give_override(loader *l, const char *text)
         return ith_config_add_problem(&l->problems, NULL, status, &err);
     }
     ITH_TRY(keep_yaml(l, &yaml));
-    const char *dot = strchr(name, '.');
-    char section[16] = "";
-    if (dot && dot - name < (ptrdiff_t)sizeof section)
-        snprintf(section, sizeof section, "%.*s", (int)(dot - name), name);
-    if (l->dfactory && (strcmp(section, "model") == 0 || strcmp(section, "data") == 0 ||
-                        strcmp(section, "train") == 0))
-        return give_dfactory(l, name, where, yaml.root);
+    if (l->dialect && ith_config_find_row(name, strlen(name)) < 0 && find_foreign(l->dialect, name))
+        return give_foreign(l, name, where, yaml.root);
     return give(l, name, where, yaml.root);
 }
 
@@ -843,7 +913,7 @@ static ith_status load(loader *l, const char *const *overrides, int num_override
     ITH_TRY(give_file(l));
     for (int i = 0; i < num_overrides; i++)
         ITH_TRY(give_override(l, overrides[i]));
-    if (l->dfactory)
+    if (l->dialect == &ith_dialect_dfactory)
         ITH_TRY(give_lr_min(l));
     ITH_TRY(read_rows(l));
     if (l->problems.count == 0)

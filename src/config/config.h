@@ -1,6 +1,7 @@
-/* config.h - what a run is asked to do: one plain struct, read from a LlamaFactory v1 file.
+/* config.h - what a run is asked to do: one plain struct, read from a file.
  *
- * The flat LlamaFactory v1 dialect is our own dialect too. One table (ith_config_keys) gives for
+ * The flat LlamaFactory v1 dialect is our own dialect too; dFactory and TRL files are read by
+ * tables that say what their keys mean in ours (config_dialect.h). One table (ith_config_keys) gives for
  * each key its type, range, default, help and status; reading, the dump, docs/config.md and the
  * checks all come from it. Invariants after ith_config_load:
  *   1. Every key holds a valid value; combinations of keys that cannot work were refused.
@@ -207,6 +208,7 @@ typedef struct {
     /* training */
     const char *output_dir;
     int64_t micro_batch_size, global_batch_size; /* global: ITH_CONFIG_UNSET = dp_size * micro */
+    int64_t gradient_accumulation_steps;         /* ITH_CONFIG_UNSET: as global_batch_size says */
     double learning_rate;
     int64_t num_train_epochs, max_steps; /* max_steps: ITH_CONFIG_UNSET = by epochs */
     double max_grad_norm;                /* 0: no clipping */
@@ -243,6 +245,7 @@ typedef struct {
     int64_t zero_stage;       /* ITH_CONFIG_UNSET: as dist_config says */
     int64_t ranks;            /* ITH_CONFIG_UNSET: dp_size * cp_size */
     int64_t dp_size, cp_size; /* dp_size: ITH_CONFIG_UNSET = world / cp */
+    int64_t ep_size;          /* ITH_CONFIG_UNSET: as dist_config says */
     ith_cp_mode cp_mode;
     ith_linear_cp_mode linear_cp_mode;
     int64_t mp_replicate_size, mp_shard_size; /* mp_shard_size: ITH_CONFIG_UNSET = the rest */
@@ -296,6 +299,8 @@ void ith_config_deinit(ith_config *config);
 ith_status ith_config_check_supported(const ith_config *config, ith_error *err);
 /* What the ranks cut among them, 0 to 3: zero_stage, else what dist_config means. */
 int ith_config_zero_stage(const ith_config *config);
+/* Processes that share the experts of a layer: ep_size, else that of dist_config, else 1. */
+int64_t ith_config_ep_size(const ith_config *config);
 /* Processes that the config asks for: ranks, else dp_size * cp_size. */
 int64_t ith_config_ranks(const ith_config *config);
 /* Checks and fills what depends on the number of processes: dp_size * cp_size = world_size,

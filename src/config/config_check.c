@@ -94,6 +94,10 @@ static ith_status check_batching(ith_config *c, ith_error *err)
     if (restarts && !isnan(c->save_epochs))
         return ith_config_fail(c, "save_epochs", err,
                                "dynamic batches have no epochs (use save_steps)");
+    if (c->gradient_accumulation_steps != ITH_CONFIG_UNSET &&
+        c->global_batch_size != ITH_CONFIG_UNSET)
+        return ith_config_fail(c, "gradient_accumulation_steps", err,
+                               "found beside global_batch_size (keep one of them)");
     if (c->global_batch_size != ITH_CONFIG_UNSET && c->global_batch_size % c->micro_batch_size != 0)
         return ith_config_fail(c, "global_batch_size", err,
                                "%lld is not a multiple of micro_batch_size %lld",
@@ -177,6 +181,10 @@ static bool is_sharded(const ith_config *c)
 {
     return c->mp_shard_size > 1;
 }
+static bool is_expert_parallel(const ith_config *c)
+{
+    return ith_config_ep_size(c) > 1;
+}
 static bool is_vllm(const ith_config *c)
 {
     return c->sample_backend == ITH_SAMPLE_VLLM;
@@ -191,6 +199,7 @@ static const struct {
     {"dist_config", is_deepspeed, "DeepSpeed files are not read yet (leave dist_config out)"},
     {"mp_replicate_size", is_replicated, "more than one process is not built yet (use 1)"},
     {"mp_shard_size", is_sharded, "more than one process is not built yet (use 1)"},
+    {"dist_config.ep_size", is_expert_parallel, "expert parallelism is not built yet (use 1)"},
     {"sample_backend", is_vllm, "vllm is not here (use hf: the program generates by itself)"},
 };
 
@@ -233,6 +242,13 @@ int ith_config_zero_stage(const ith_config *config)
     return !fsdp ? 0 : config->dist.reshard_after_forward ? 3 : 2;
 }
 
+int64_t ith_config_ep_size(const ith_config *config)
+{
+    return config->ep_size != ITH_CONFIG_UNSET       ? config->ep_size
+           : config->dist.name == ITH_DIST_FSDPTURBO ? config->dist.ep_size
+                                                     : 1;
+}
+
 int64_t ith_config_ranks(const ith_config *config)
 {
     int64_t dp = config->dp_size == ITH_CONFIG_UNSET ? 1 : config->dp_size, ranks = 0;
@@ -268,8 +284,12 @@ ith_status ith_config_resolve_layout(const ith_config *config, int64_t world_siz
     int64_t pass = 0;
     if (!ith_mul_ok(layout.dp_size, config->micro_batch_size, &pass))
         return ith_config_fail(config, "micro_batch_size", err, "found a number that is too large");
+    int64_t steps = config->gradient_accumulation_steps, accumulated = pass;
+    if (steps != ITH_CONFIG_UNSET && !ith_mul_ok(pass, steps, &accumulated))
+        return ith_config_fail(config, "gradient_accumulation_steps", err,
+                               "found a number that is too large");
     layout.global_batch_size =
-        config->global_batch_size == ITH_CONFIG_UNSET ? pass : config->global_batch_size;
+        config->global_batch_size == ITH_CONFIG_UNSET ? accumulated : config->global_batch_size;
     if (layout.global_batch_size % pass != 0)
         return ith_config_fail(config, "global_batch_size", err,
                                "%lld is not a multiple of dp_size * micro_batch_size = %lld",

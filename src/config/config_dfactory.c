@@ -1,13 +1,12 @@
 /* config_dfactory.c - keys of dFactory and VeOmni files (model: data: train:), and what each means
  * here. Source: VeOmni's argument classes as dFactory pins them. */
-#include "config/config_dfactory.h"
+#include "config/config_dialect.h"
 
 #include <stddef.h>
-#include <string.h>
 
 #define TO(key) .to = key
 #define NOTE(why) .note = why
-#define ONLY(word, why) .only = word, .note = why
+#define ONLY(word, why) .choices = {{word, NULL}}, .note = why
 
 static const char kernels[] = "the best kernels of this machine are chosen by the program";
 static const char sharding[] = "how weights are spread follows from the number of processes";
@@ -18,7 +17,7 @@ static const char tracking[] = "metrics go to metrics.jsonl and TensorBoard";
 static const char profiler[] = "there is no profiler trace";
 static const char memory[] = "memory is planned before the run";
 
-static const dfactory_key keys[] = {
+static const ith_dialect_key keys[] = {
     {"model.model_path", TO("model")},
     {"model.config_path", NOTE("config.json is read from model_path")},
     {"model.tokenizer_path", NOTE("the tokenizer is read from model_path")},
@@ -59,8 +58,9 @@ static const dfactory_key keys[] = {
     {"data.silent_exception", NOTE(upstream)},
 
     {"train.output_dir", TO("output_dir")},
-    {"train.block_diffusion_mode", TO("diffusion_config.name"), .yes = "block_diffusion",
-     .no = "random_mask"},
+    {"train.block_diffusion_mode",
+     .choices = {{"true", "diffusion_config: {name: block_diffusion}"},
+                 {"false", "diffusion_config: {name: random_mask}"}}},
     {"train.block_size", TO("diffusion_config.block_size")},
     {"train.same_token_labels", TO("diffusion_config.same_token_labels")},
     {"train.confidence_beta", ONLY("0", "confidence-aware training is not built yet")},
@@ -81,15 +81,17 @@ static const dfactory_key keys[] = {
     {"train.micro_batch_size", TO("micro_batch_size")},
     {"train.num_train_epochs", TO("num_train_epochs")},
     {"train.max_steps", TO("max_steps")},
-    {"train.data_parallel_mode", NOTE(sharding)},
-    {"train.data_parallel_replicate_size", NOTE(sharding)},
-    {"train.data_parallel_shard_size", NOTE(sharding)},
+    {"train.data_parallel_mode",
+     .choices = {{"ddp", "zero_stage: 0"}, {"fsdp1", "zero_stage: 3"}, {"fsdp2", "zero_stage: 3"}}},
+    {"train.data_parallel_replicate_size", TO("mp_replicate_size"), .skip_if = "-1"},
+    {"train.data_parallel_shard_size", TO("mp_shard_size"), .null_if = "-1"},
     {"train.tensor_parallel_size", ONLY("1", "there is no tensor parallelism")},
     {"train.pipeline_parallel_size", ONLY("1", "there is no pipeline parallelism")},
-    {"train.expert_parallel_size", ONLY("1", "expert parallelism is not built yet")},
+    {"train.expert_parallel_size", TO("ep_size")},
     {"train.ep_outside", NOTE(upstream)},
     {"train.ulysses_parallel_size", TO("cp_size")},
-    {"train.context_parallel_size", ONLY("1", "ulysses_parallel_size splits sequences")},
+    {"train.context_parallel_size",
+     ONLY("1", "ulysses_parallel_size splits sequences, and cp_mode says how")},
     {"train.rmpad", NOTE(packing)},
     {"train.rmpad_with_pos_ids", NOTE(packing)},
     {"train.dyn_bsz", NOTE(packing)},
@@ -114,9 +116,9 @@ static const dfactory_key keys[] = {
     {"train.empty_cache_steps", NOTE(memory)},
     {"train.gc_steps", NOTE(memory)},
     {"train.ckpt_manager", NOTE("checkpoints have one format here")},
-    {"train.load_checkpoint_path", TO("resume_from_checkpoint"), .empty_is_null = true},
-    {"train.save_steps", TO("save_steps"), .zero_is_null = true},
-    {"train.save_epochs", TO("save_epochs"), .zero_is_null = true},
+    {"train.load_checkpoint_path", TO("resume_from_checkpoint"), .null_if = ""},
+    {"train.save_steps", TO("save_steps"), .null_if = "0"},
+    {"train.save_epochs", TO("save_epochs"), .null_if = "0"},
     {"train.save_async", NOTE(upstream)},
     {"train.save_hf_weights", NOTE("a Hugging Face directory is always written at the end")},
     {"train.use_wandb", NOTE(tracking)},
@@ -134,27 +136,13 @@ static const dfactory_key keys[] = {
     {"train.enable_rank0_init", NOTE(upstream)},
     {"train.log_steps", TO("logging_steps")},
 };
-#define NUM_KEYS ((int)(sizeof keys / sizeof *keys))
 
 /* What dFactory does when a key is absent, where it differs from our defaults; and what a user of
  * it expects of one sample per conversation with its last turn trained. */
-const char ith_dfactory_defaults[] = "learning_rate: 5.0e-5\n"
-                                     "num_train_epochs: 1\n"
-                                     "optim_config: {name: adamw, weight_decay: 0.0}\n"
-                                     "diffusion_config: {name: random_mask}\n";
+static const char defaults[] = "learning_rate: 5.0e-5\n"
+                               "num_train_epochs: 1\n"
+                               "optim_config: {name: adamw, weight_decay: 0.0}\n"
+                               "diffusion_config: {name: random_mask}\n";
 
-const dfactory_key *ith_dfactory_find(const char *name)
-{
-    for (int i = 0; i < NUM_KEYS; i++)
-        if (strcmp(keys[i].name, name) == 0)
-            return &keys[i];
-    return NULL;
-}
-
-int ith_dfactory_names(const char **out, int max)
-{
-    int n = 0;
-    for (; n < NUM_KEYS && n < max; n++)
-        out[n] = keys[n].name;
-    return n;
-}
+const ith_dialect ith_dialect_dfactory = {"dFactory and VeOmni", keys,
+                                          (int)(sizeof keys / sizeof *keys), defaults};

@@ -64,9 +64,9 @@ static const wrong_config cases[] = {
     {"mp_shard_size: 2\n",
      {NULL},
      "error: @:1:16: mp_shard_size: more than one process is not built yet (use 1)\n"},
-    {"model_name_or_path: x\n",
+    {"model_name_or_path: x\nmax_lenth: 5\n",
      {NULL},
-     "error: @:1:1: model_name_or_path: this is a TRL file (that dialect is not built yet)\n"},
+     "error: @:2:1: max_lenth: unknown key (did you mean max_length?)\n"},
     {"a: [1\n",
      {NULL},
      "error: @:2:1: not YAML: did not find expected ',' or ']', while parsing a flow sequence "

@@ -97,6 +97,17 @@ wrong 2 "cp_size: 2 does not divide the number of processes 3" ranks=3 cp_size=2
 wrong 2 "nowhere.jsonl" ranks=2 train_dataset=/nowhere.jsonl
 wrong 1 "cannot create directory" ranks=2 output_dir=/proc/nowhere
 
+# Without MPI: torchrun's variables, and ranks that train starts itself.
+WORLD_SIZE=2 RANK=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 wrong 2 "RANK: found 2 with WORLD_SIZE=2 (use 0 to 1)"
+WORLD_SIZE=2 RANK=0 wrong 2 "MASTER_ADDR: not given"
+mkdir -p "$work/bin" && for tool in sh timeout sed grep paste awk rm; do ln -sf "$(command -v $tool)" "$work/bin/"; done
+whole_path=$PATH PATH=$work/bin
+train tcp dp_size=2 cp_size=2 zero_stage=2 || { fail "tcp ended with $?"; cat "$work/tcp.out"; }
+wrong 2 "nowhere.jsonl" ranks=2 train_dataset=/nowhere.jsonl
+PATH=$whole_path
+grep -q "over tcp" "$work/tcp.out" || fail "tcp: not over tcp"
+same tcp
+
 # A plan of one rank of the job, without starting it.
 "$ithaca" plan "$work/run.yaml" "output_dir=$work/plan" cp_size=4 dp_size=2 zero_stage=3 >"$work/plan.out" 2>&1 ||
     fail "plan ended with $?"
@@ -126,6 +137,32 @@ began=$(date +%s)
 [ -n "$victim" ] && kill -KILL "$victim"
 wait $waiter && fail "killed rank: exit code is 0"
 [ $(($(date +%s) - began)) -le 20 ] || fail "killed rank: the others ended late"
+
+# The same without MPI, and a rank that stops answering.
+start=$(dirname "$0")/start_ranks.sh
+lost() { # NAME SIGNAL TEXT key=value...
+    name=$1 signal=$2 text=$3; shift 3
+    timeout 100 "$start" 2 "$ithaca" train "$work/run.yaml" "output_dir=$work/$name" max_steps=100000 eval_strategy=no \
+        eval_split_ratio=0 save_steps=100000 eval_steps=null "$@" >"$work/$name.out" 2>&1 &
+    waiter=$!
+    for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+        sleep 0.5
+        grep -q "^step " "$work/$name.out" 2>/dev/null && break
+    done
+    victim=$(pgrep -f "^$ithaca train .*output_dir=$work/$name" | tail -1)
+    began=$(date +%s)
+    [ -n "$victim" ] && kill "-$signal" "$victim"
+    for _ in 1 2 3 4 5 6 7 8 9 10; do # a stopped one is ended when the other has spoken
+        grep -q "^error" "$work/$name.out" && break
+        sleep 1
+    done
+    [ -n "$victim" ] && kill -KILL "$victim" 2>/dev/null
+    wait $waiter && fail "$name: exit code is 0"
+    [ $(($(date +%s) - began)) -le 20 ] || fail "$name: the other ended late"
+    grep -q "$text" "$work/$name.out" || { fail "$name: no '$text'"; tail -3 "$work/$name.out"; }
+}
+lost left KILL "error: .*rank [01] has left the job"
+lost silent STOP "error: .*rank [01] does not answer since 2 s (dist_timeout)" dist_timeout=2
 
 [ $failures = 0 ] && echo "all layouts agree"
 exit $((failures > 0))

@@ -315,7 +315,7 @@ static void test_missing_features_are_one_line(void **state)
         {"quant_config: {name: bnb}",
          "f.yaml:1:22: quant_config: bnb is not built yet (quantized base weights; use null)"},
         {"dist_config: {name: fsdpturbo, ep_size: 16}",
-         "f.yaml:1:41: dist_config.ep_size: 16 is not built yet (expert parallelism; use 1)"},
+         "f.yaml:1:41: dist_config.ep_size: expert parallelism is not built yet (use 1)"},
         {"dist_config: {name: fsdp2, offload_params: true}",
          "f.yaml:1:44: dist_config.offload_params: true is not built yet (weights kept in host "
          "memory; use false)"},
@@ -347,15 +347,13 @@ static void test_missing_features_are_one_line(void **state)
 static void test_foreign_dialects_are_named(void **state)
 {
     (void)state;
-    assert_error("model_name_or_path: x\npacking: true\n",
-                 "f.yaml:1:1: model_name_or_path: this is a TRL file (that dialect is not built "
-                 "yet)");
     assert_error("model_name_or_path: x\nstage: sft\n",
                  "f.yaml:2:1: stage: this is a LlamaFactory v0 file (write it with LlamaFactory v1 "
                  "keys)");
-    assert_error("parallelism_config: {}\n",
-                 "f.yaml:1:1: parallelism_config: this is an accelerate "
-                 "file (that dialect is not built yet)");
+    assert_error(
+        "distributed_type: FSDP\n",
+        "f.yaml:1:1: distributed_type: this is an accelerate file (it starts programs; its "
+        "parallelism_config_* sizes go into a TRL file)");
 }
 
 /* Values, defaults and notes of a dFactory file; overrides in its own names and in ours. */
@@ -368,7 +366,8 @@ static void test_dfactory_files_become_our_keys(void **state)
         "train:\n  output_dir: o\n  block_diffusion_mode: true\n  block_size: 16\n"
         "  lr: 1.0e-5\n  lr_min: 1.0e-6\n  lr_decay_style: cosine\n  lr_warmup_ratio: 0.03\n"
         "  weight_decay: 0.1\n  beta2: 0.95\n  load_checkpoint_path: \"\"\n  save_epochs: 0\n"
-        "  global_batch_size: 8\n  enable_mixed_precision: false\n";
+        "  global_batch_size: 8\n  data_parallel_mode: fsdp2\n  expert_parallel_size: 2\n  "
+        "enable_mixed_precision: false\n";
     const char *overrides[] = {"train.block_size=8", "seed=7"};
     ith_config c;
     ith_error err = {0};
@@ -385,15 +384,18 @@ static void test_dfactory_files_become_our_keys(void **state)
     assert_true(fabs(c.lr_scheduler.min_lr_ratio - 0.1) < 1e-12);
     assert_true(fabs(c.optim.weight_decay - 0.1) < 1e-12);
     assert_true(fabs(c.optim.beta2 - 0.95) < 1e-12);
+    assert_int_equal(c.zero_stage, 3);
+    assert_int_equal(ith_config_ep_size(&c), 2);
     assert_int_equal(c.num_train_epochs, 1); /* dFactory's default, not ours */
     assert_null(c.resume_from_checkpoint);
     assert_true(isnan(c.save_epochs));
     assert_false(c.bf16);
     assert_int_equal(c.seed, 7);
     assert_int_equal(ith_config_num_notes(&c), 1);
-    assert_string_equal(ith_config_note(&c, 0),
-                        "f.yaml:3:3: model.moe_implementation: not needed: the best kernels of this "
-                        "machine are chosen by the program");
+    assert_string_equal(
+        ith_config_note(&c, 0),
+        "f.yaml:3:3: model.moe_implementation: not needed: the best kernels of this "
+        "machine are chosen by the program");
     ith_config_deinit(&c);
 }
 
@@ -410,10 +412,73 @@ static void test_dfactory_mistakes_are_named(void **state)
                  "is not built yet)");
     assert_error("train:\n  lr: fast\n",
                  "f.yaml:2:7: learning_rate: found text 'fast' (use a number >= 0)");
-    assert_error("data:\n  noise_range_low: 0.9\n",
-                 "f.yaml:2:20: diffusion_config.noise_range_low: 0.9 is above noise_range_high 0.8");
+    assert_error(
+        "data:\n  noise_range_low: 0.9\n",
+        "f.yaml:2:20: diffusion_config.noise_range_low: 0.9 is above noise_range_high 0.8");
     assert_error("model: x\ntrain:\n  lr: 1\n",
                  "f.yaml:1:1: model: unknown key of dFactory and VeOmni files");
+}
+
+/* Values and defaults of TRL, accelerate's sizes in a block, overrides in both languages. */
+static void test_trl_files_become_our_keys(void **state)
+{
+    (void)state;
+    static const char text[] =
+        "model_name_or_path: ./m\ndataset_name: t.jsonl\noutput_dir: o\nmax_length: 4096\n"
+        "packing: true\npad_to_multiple_of: 4\nper_device_train_batch_size: 2\n"
+        "gradient_accumulation_steps: 3\nnum_train_epochs: 2.0\nlr_scheduler_type: cosine\n"
+        "warmup_ratio: 0.1\nweight_decay: 0.05\nsave_strategy: epoch\nsave_steps: 10\n"
+        "gradient_checkpointing: false\nddp_timeout: 60\n"
+        "parallelism_config:\n  parallelism_config_sp_size: 4\n  parallelism_config_cp_size: 1\n";
+    const char *overrides[] = {"per_device_train_batch_size=1", "seed=7"};
+    ith_config c;
+    ith_config_layout layout;
+    ith_error err = {0};
+    assert_ok(ith_config_parse(&c, text, (int64_t)strlen(text), "f.yaml", overrides, 2, &err), err);
+    assert_string_equal(c.model, "./m");
+    assert_string_equal(c.train_dataset, "t.jsonl");
+    assert_int_equal(c.cutoff_len, 4096);
+    assert_int_equal(c.batching_strategy, ITH_BATCHING_PACKING);
+    assert_int_equal(c.micro_batch_size, 1);
+    assert_int_equal(c.num_train_epochs, 2);
+    assert_int_equal(c.lr_scheduler.name, ITH_SCHEDULE_COSINE);
+    assert_true(fabs(c.lr_scheduler.warmup_ratio - 0.1) < 1e-12);
+    assert_true(fabs(c.optim.weight_decay - 0.05) < 1e-12);
+    assert_true(fabs(c.learning_rate - 2e-5) < 1e-18); /* TRL's default, not ours */
+    assert_int_equal(c.train_on, ITH_TRAIN_ON_ALL_TURNS);
+    assert_true(c.save_steps == ITH_CONFIG_UNSET && c.save_epochs == 1.0);
+    assert_false(c.enable_activation_checkpointing);
+    assert_int_equal(c.dist_timeout, 60);
+    assert_int_equal(c.cp_size, 4);
+    assert_int_equal(c.seed, 7);
+    assert_int_equal(ith_config_num_notes(&c), 1);
+    assert_string_equal(ith_config_note(&c, 0),
+                        "f.yaml:6:1: pad_to_multiple_of: not needed: slices of a sequence need no "
+                        "padding");
+    assert_ok(ith_config_resolve_layout(&c, 8, &layout, &err), err);
+    assert_int_equal(layout.dp_size, 2);
+    assert_int_equal(layout.global_batch_size, 6);
+    assert_int_equal(layout.grad_accum, 3);
+    ith_config_deinit(&c);
+}
+
+static void test_trl_mistakes_are_named(void **state)
+{
+    (void)state;
+    assert_error("dataset_name: d\nmax_lenght: 4\n",
+                 "f.yaml:2:1: max_lenght: unknown key (did you mean max_length?)");
+    assert_error("dataset_name: d\npacking_strategy: wrapped\n",
+                 "f.yaml:2:19: packing_strategy: found text 'wrapped' (use bfd: documents stay "
+                 "whole)");
+    assert_error("dataset_name: d\nparallelism_config_sp_size: 2\nparallelism_config_cp_size: 2\n",
+                 "f.yaml:3:1: parallelism_config_cp_size: found beside parallelism_config_sp_size "
+                 "of line 2 (keep one of them)");
+    assert_error("dataset_name: d\noptim: lion\n",
+                 "f.yaml:2:8: optim: found text 'lion' (use adamw_torch, adamw_torch_fused, adamw: "
+                 "other optimizers are not built)");
+    assert_error("gradient_accumulation_steps: 2\nglobal_batch_size: 8\n",
+                 "f.yaml:1:30: gradient_accumulation_steps: found beside global_batch_size (keep "
+                 "one of them)");
 }
 
 static void test_keys_without_meaning_are_noted_once(void **state)
@@ -588,6 +653,8 @@ int main(void)
         cmocka_unit_test(test_foreign_dialects_are_named),
         cmocka_unit_test(test_dfactory_files_become_our_keys),
         cmocka_unit_test(test_dfactory_mistakes_are_named),
+        cmocka_unit_test(test_trl_files_become_our_keys),
+        cmocka_unit_test(test_trl_mistakes_are_named),
         cmocka_unit_test(test_keys_without_meaning_are_noted_once),
         cmocka_unit_test(test_layout_follows_the_number_of_processes),
         cmocka_unit_test(test_dump_reads_back_equal),
