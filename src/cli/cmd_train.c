@@ -88,6 +88,7 @@ static void end_all_ranks(ith_comm *world, ith_status status, const ith_error *e
     fprintf(stderr, "error: rank %lld: %s\n", (long long)world->rank, err->text);
     fflush(stderr);
     ith_comm_abort(world, ith_exit_code(status));
+    _exit(ith_exit_code(status));
 }
 
 static ith_status train(const ith_config *config, ith_comm *world, ith_error *err)
@@ -132,9 +133,15 @@ static ith_status train(const ith_config *config, ith_comm *world, ith_error *er
 static ith_status load_and_train(const ith_args *args, ith_comm *world, ith_error *err)
 {
     ith_config config;
-    ITH_TRY(ith_config_load(&config, args->positional[0], args->positional + 1,
-                            args->num_positional - 1, err));
-    ith_status status = ITH_OK;
+    ith_status status = ith_config_load(&config, args->positional[0], args->positional + 1,
+                                        args->num_positional - 1, err);
+    bool loaded = status == ITH_OK;
+    status = ith_comm_agree(world, status, err);
+    if (status != ITH_OK) {
+        if (loaded)
+            ith_config_deinit(&config);
+        return status;
+    }
     world->timeout_s = (double)config.dist_timeout;
     if (ith_config_ranks(&config) > 1 && !ith_comm_is_launched()) {
         status = ith_config_check_supported(&config, err);

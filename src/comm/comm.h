@@ -36,7 +36,7 @@ typedef struct {
     ith_status (*split)(ith_comm *comm, int64_t color, void **state, int64_t *rank, int64_t *size,
                         ith_error *err);
     void (*close)(ith_comm *comm);
-    /* Ends all ranks of the job now. */
+    /* Ends the other ranks of the job, now or at their next exchange; may not return. */
     void (*abort)(ith_comm *comm, int exit_code);
 } ith_comm_driver;
 
@@ -66,7 +66,8 @@ ith_status ith_comm_open_self(ith_comm **out, ith_error *err);
 /* Collective: ranks of the same color become a group, in rank order. */
 ith_status ith_comm_split(ith_comm *comm, int64_t color, ith_comm **out, ith_error *err);
 void ith_comm_close(ith_comm *comm); /* NULL is fine */
-/* For a failure between fixed points, where the others cannot be asked: ends the whole job. */
+/* For a failure between fixed points, where the others cannot be asked: ends the whole job. The
+ * caller ends this process, if it is still there. */
 void ith_comm_abort(ith_comm *comm, int exit_code);
 
 typedef enum { ITH_REDUCE_SUM, ITH_REDUCE_MAX } ith_reduce;

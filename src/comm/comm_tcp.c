@@ -390,8 +390,11 @@ static void tcp_close(ith_comm *comm)
 /* The others see the closed sockets. */
 static void tcp_abort(ith_comm *comm, int exit_code)
 {
-    (void)comm;
-    _exit(exit_code);
+    tcp_state *s = comm->state;
+    (void)exit_code;
+    for (int64_t j = 0; j < comm->size; j++)
+        if (j != comm->rank)
+            shutdown(s->sockets[s->members[j]], SHUT_RDWR);
 }
 
 static const ith_comm_driver driver = {"tcp", tcp_exchange, tcp_split, tcp_close, tcp_abort};

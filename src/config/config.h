@@ -65,8 +65,8 @@ typedef enum {
 } ith_init_name;
 typedef enum { ITH_EP_EAGER, ITH_EP_FUSED, ITH_EP_MC2, ITH_EP_DOMINO } ith_ep_dispatcher;
 typedef enum { ITH_FSDP_NATIVE, ITH_FSDP_CUSTOM } ith_fsdp_implementation;
+typedef enum { ITH_CP_AUTO, ITH_CP_ULYSSES, ITH_CP_RING, ITH_CP_HYBRID } ith_cp_mode;
 typedef enum { ITH_LINEAR_CP_AUTO, ITH_LINEAR_CP_HEADS, ITH_LINEAR_CP_STATES } ith_linear_cp_mode;
-typedef enum { ITH_CP_ULYSSES } ith_cp_mode;
 typedef enum { ITH_SAMPLE_HF, ITH_SAMPLE_VLLM } ith_sample_backend;
 typedef enum { ITH_MTP_NONE, ITH_MTP_ON } ith_mtp_name;
 typedef enum {
@@ -170,7 +170,7 @@ typedef struct {
 
 /* Sizes of the run that depend on the number of processes; see ith_config_resolve_layout. */
 typedef struct {
-    int64_t world_size, dp_size, cp_size;
+    int64_t world_size, dp_size, cp_size, ep_size;
     int64_t global_batch_size; /* samples per optimizer step, all ranks */
     int64_t grad_accum;        /* micro-batches per optimizer step and data-parallel rank */
 } ith_config_layout;
@@ -301,7 +301,7 @@ ith_status ith_config_check_supported(const ith_config *config, ith_error *err);
 int ith_config_zero_stage(const ith_config *config);
 /* Processes that share the experts of a layer: ep_size, else that of dist_config, else 1. */
 int64_t ith_config_ep_size(const ith_config *config);
-/* Processes that the config asks for: ranks, else dp_size * cp_size. */
+/* Processes that the config asks for: ranks, else dp_size * cp_size, enough for ep_size. */
 int64_t ith_config_ranks(const ith_config *config);
 /* Checks and fills what depends on the number of processes: dp_size * cp_size = world_size,
  * global_batch_size divisible by dp_size * micro_batch_size. */

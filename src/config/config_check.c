@@ -146,6 +146,9 @@ static ith_status check_diffusion(ith_config *c, ith_error *err)
 
 static ith_status check_dist(ith_config *c, ith_error *err)
 {
+    if (ith_config_ep_size(c) > 1 && ith_config_zero_stage(c) != 3)
+        return ith_config_fail(c, "zero_stage", err, "found %d beside ep_size %lld (use 3)",
+                               ith_config_zero_stage(c), (long long)ith_config_ep_size(c));
     if (c->dist.name == ITH_DIST_DEEPSPEED && !c->dist.config_file)
         return ith_config_fail(c, "dist_config", err, "deepspeed without config_file (add it)");
     return ITH_OK;
@@ -181,10 +184,6 @@ static bool is_sharded(const ith_config *c)
 {
     return c->mp_shard_size > 1;
 }
-static bool is_expert_parallel(const ith_config *c)
-{
-    return ith_config_ep_size(c) > 1;
-}
 static bool is_vllm(const ith_config *c)
 {
     return c->sample_backend == ITH_SAMPLE_VLLM;
@@ -199,7 +198,6 @@ static const struct {
     {"dist_config", is_deepspeed, "DeepSpeed files are not read yet (leave dist_config out)"},
     {"mp_replicate_size", is_replicated, "more than one process is not built yet (use 1)"},
     {"mp_shard_size", is_sharded, "more than one process is not built yet (use 1)"},
-    {"dist_config.ep_size", is_expert_parallel, "expert parallelism is not built yet (use 1)"},
     {"sample_backend", is_vllm, "vllm is not here (use hf: the program generates by itself)"},
 };
 
@@ -238,6 +236,8 @@ int ith_config_zero_stage(const ith_config *config)
 {
     if (config->zero_stage != ITH_CONFIG_UNSET)
         return ith_narrow(config->zero_stage);
+    if (ith_config_ep_size(config) > 1)
+        return 3; /* what ranks do not share of a layer is cut by expert and gathered in no other */
     bool fsdp = config->dist.name == ITH_DIST_FSDP2 || config->dist.name == ITH_DIST_FSDPTURBO;
     return !fsdp ? 0 : config->dist.reshard_after_forward ? 3 : 2;
 }
@@ -254,7 +254,11 @@ int64_t ith_config_ranks(const ith_config *config)
     int64_t dp = config->dp_size == ITH_CONFIG_UNSET ? 1 : config->dp_size, ranks = 0;
     if (config->ranks != ITH_CONFIG_UNSET)
         return config->ranks;
-    return ith_mul_ok(dp, config->cp_size, &ranks) ? ranks : INT64_MAX;
+    if (!ith_mul_ok(dp, config->cp_size, &ranks))
+        return INT64_MAX;
+    int64_t ep = ith_config_ep_size(config);
+    return config->dp_size == ITH_CONFIG_UNSET && ranks % ep != 0 ? ith_max_i64(ep, ranks * ep)
+                                                                  : ranks;
 }
 
 ith_status ith_config_resolve_layout(const ith_config *config, int64_t world_size,
@@ -271,6 +275,11 @@ ith_status ith_config_resolve_layout(const ith_config *config, int64_t world_siz
         return ith_config_fail(config, "dp_size", err,
                                "%lld * cp_size %lld is not the number of processes %lld (use %lld)",
                                (long long)config->dp_size, cp, world, (long long)layout.dp_size);
+    layout.ep_size = ith_config_ep_size(config);
+    if (world_size % layout.ep_size != 0)
+        return ith_config_fail(
+            config, config->ep_size == ITH_CONFIG_UNSET ? "dist_config.ep_size" : "ep_size", err,
+            "%lld does not divide the number of processes %lld", (long long)layout.ep_size, world);
     if (world_size % config->mp_replicate_size != 0)
         return ith_config_fail(config, "mp_replicate_size", err,
                                "%lld does not divide the number of processes %lld",

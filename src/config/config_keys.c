@@ -293,8 +293,10 @@ const config_row ith_config_rows[] = {
 {"ep_size", MACHINE, KEY_INT, AT(ep_size), "null", AT_LEAST(1), .nullable = true,
  .help = "Expert-parallel size: processes that share the experts of a layer; divides the number of "
          "processes. null: as dist_config says, else 1."},
-{"cp_mode", MACHINE, KEY_ENUM, AT(cp_mode), "ulysses", .words = "ulysses",
- .help = "How one sequence is shared: ulysses exchanges sequence parts for heads."},
+{"cp_mode", MACHINE, KEY_ENUM, AT(cp_mode), "auto",
+ .words = "auto ulysses ring hybrid",
+ .help = "How one sequence is shared: ulysses exchanges parts of the sequence for heads, ring passes "
+         "keys and values on, hybrid is rings of ulysses groups. auto: what sends least."},
 {"linear_cp_mode", MACHINE, KEY_ENUM, AT(linear_cp_mode), "auto", .words = "auto heads states",
  .help = "How linear attention (Gated DeltaNet) shares a sequence: heads exchanges sequence parts for "
          "heads, states passes states between the parts; auto takes the cheaper."},

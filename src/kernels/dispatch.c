@@ -178,22 +178,44 @@ static bool attention_args_fit(ith_tensor q, ith_tensor k, ith_tensor v, ith_ten
                                ith_seqs seqs)
 {
     return is_act(q) && q.ndim == 3 && k.ndim == 3 && k.dtype == q.dtype && v.dtype == q.dtype &&
-           k.shape[0] == q.shape[0] && k.shape[2] == q.shape[2] &&
-           is(v, 3, k.shape[0], k.shape[1], k.shape[2]) && q.shape[1] % k.shape[1] == 0 &&
-           is_stat(lse, q) && is(lse, 2, q.shape[0], q.shape[1], 0) && seqs.num_docs >= 0 &&
+           k.shape[2] == q.shape[2] && is(v, 3, k.shape[0], k.shape[1], k.shape[2]) &&
+           q.shape[1] % k.shape[1] == 0 && is_stat(lse, q) &&
+           is(lse, 2, q.shape[0], q.shape[1], 0) && seqs.num_docs >= 0 &&
            seqs.cu_seqlens.dtype == ITH_I32 && is(seqs.cu_seqlens, 1, seqs.num_docs + 1, 0, 0) &&
            (absent(seqs.noisy) ||
             (seqs.noisy.dtype == ITH_I32 && is(seqs.noisy, 1, seqs.num_docs, 0, 0) &&
              seqs.position.dtype == ITH_I32 && is(seqs.position, 1, q.shape[0], 0, 0)));
 }
 
+/* As the inputs, or f32: a part of a sum. */
+static bool is_part(ith_tensor t, ith_tensor q)
+{
+    return t.dtype == q.dtype || is_stat(t, q);
+}
+
+static bool has_rectangle(ith_tensor q, ith_tensor k)
+{
+    return k.shape[0] != q.shape[0];
+}
+
+#define NEED_PARTS(asked)                                                                          \
+    do {                                                                                           \
+        if ((asked) && !ctx->backend->attention_merge.run)                                         \
+            return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED,                                         \
+                            "ring attention is not built for backend %s (use cp_mode ulysses)",    \
+                            ctx->backend->name);                                                   \
+    } while (0)
+
 ith_status ith_attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
                                  ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
                                  bool causal)
 {
     ITH_ASSERT(attention_args_fit(q, k, v, lse, seqs));
-    ITH_ASSERT(o.dtype == q.dtype && is(o, 3, q.shape[0], q.shape[1], q.shape[2]));
+    ITH_ASSERT(is_part(o, q) && is(o, 3, q.shape[0], q.shape[1], q.shape[2]));
+    ITH_ASSERT(!has_rectangle(q, k) ||
+               (!causal && seqs.num_docs == 1 && !ith_seqs_have_blocks(seqs)));
     ITH_ASSERT(causal || !ith_seqs_have_blocks(seqs));
+    NEED_PARTS(has_rectangle(q, k) || o.dtype != q.dtype);
     RUN(attention_forward, o, lse, q, k, v, seqs, scale, causal);
 }
 
@@ -208,8 +230,22 @@ ith_status ith_attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, it
     ITH_ASSERT(is(dv, 3, k.shape[0], k.shape[1], k.shape[2]) &&
                is(o, 3, q.shape[0], q.shape[1], q.shape[2]));
     ITH_ASSERT(is(do_, 3, q.shape[0], q.shape[1], q.shape[2]));
+    ITH_ASSERT(is_part(dq, q) && is_part(dk, q) && is_part(dv, q));
+    ITH_ASSERT(!has_rectangle(q, k) ||
+               (!causal && seqs.num_docs == 1 && !ith_seqs_have_blocks(seqs)));
     ITH_ASSERT(causal || !ith_seqs_have_blocks(seqs));
+    NEED_PARTS(has_rectangle(q, k) || dq.dtype != q.dtype);
     RUN(attention_backward, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale, causal);
+}
+
+ith_status ith_attention_merge(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor part_o,
+                               ith_tensor part_lse)
+{
+    ITH_ASSERT(o.ndim == 3 && o.dtype == part_o.dtype && o.dtype != ITH_BF16);
+    ITH_ASSERT(is(part_o, 3, o.shape[0], o.shape[1], o.shape[2]));
+    ITH_ASSERT(is(lse, 2, o.shape[0], o.shape[1], 0) && is(part_lse, 2, o.shape[0], o.shape[1], 0));
+    ITH_ASSERT(lse.dtype == o.dtype && part_lse.dtype == o.dtype);
+    RUN(attention_merge, o, lse, part_o, part_lse);
 }
 
 ith_status ith_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,

@@ -87,7 +87,11 @@ ith_status ith_linear_backward_weight(ith_ctx *ctx, ith_tensor dw, ith_tensor dy
  * (causal) when j <= i; with block masks in seqs (ctx.h) when ith_keys_seen says so, computed from
  * indices and never built; keys outside are not touched on the CPU. o = softmax(scale * q k^T) v;
  * lse = log sum exp.      o, q: [T,Hq,Dh] act   k, v: [T,Hkv,Dh] act lse: [T,Hq] f32 values, in a
- * layout that is the backend's own (contiguous memory of T*Hq elements). */
+ * layout that is the backend's own (contiguous memory of T*Hq elements).
+ * Parts of an attention over several ranks (backends with attention_merge): k and v may have K rows,
+ * another number, when seqs is one document and causal is false: every query sees all K keys, and
+ * seqs.max_len covers both; o, dq, dk and dv may be f32 beside BF16 inputs; rows of lse are
+ * [Hq] each. */
 ith_status ith_attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
                                  ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
                                  bool causal);
@@ -97,6 +101,11 @@ ith_status ith_attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, it
                                   ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
                                   ith_tensor o, ith_tensor lse, ith_seqs seqs, float scale,
                                   bool causal);
+/* Softmax over the keys of two parts from those of each: with m = max(lse, part_lse),
+ * a = e^(lse - m), b = e^(part_lse - m):  o = (a*o + b*part_o) / (a + b),  lse = m + log(a + b).
+ * o, part_o: [T,Hq,Dh] f32   lse, part_lse: [T,Hq] f32; both lse finite. */
+ith_status ith_attention_merge(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor part_o,
+                               ith_tensor part_lse);
 /* One or more new queries per sequence against its cache. q, o: [B*n,Hq,Dh] act (n = queries per
  * sequence, the last n positions)   k_cache, v_cache: [B,C,Hkv,Dh] act   lengths: [B] I32 valid
  * cache rows including the new ones. Causal among the new ones; a query that sees no row (length 0:

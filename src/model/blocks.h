@@ -24,6 +24,14 @@ ith_status ith_block_experts_forward(ith_model *m, ith_ctx *ctx, const ith_batch
                                      ith_tensor n2, bool count_load);
 ith_status ith_block_experts_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                       ith_tensor dn2, ith_tensor dy, ith_tensor n2);
+/* The experts behind any router (expert_mlp.c), here or on other ranks: a->gate_up and
+ * a->expert_out of `rows` sorted rows; a->expert_out from n2 and the routing in acts; dn2, the
+ * gradient through the experts, from a->expert_out, which holds the gradient of itself then. */
+ith_status ith_block_push_expert_rows(ith_model *m, ith_ctx *ctx, ith_mem_class where,
+                                      ith_layer_acts *a, int64_t rows);
+ith_status ith_block_expert_mlp_forward(ith_model *m, ith_ctx *ctx, int64_t l, ith_tensor n2);
+ith_status ith_block_expert_mlp_backward(ith_model *m, ith_ctx *ctx, int64_t l, ith_tensor dn2,
+                                         ith_tensor n2);
 /* ITH_KEEP_HOST: x to host memory after forward, back before backward; else nothing. */
 ith_status ith_block_to_host(ith_ctx *ctx, const ith_layer_acts *a);
 ith_status ith_block_from_host(ith_ctx *ctx, const ith_layer_acts *a);

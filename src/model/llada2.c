@@ -12,6 +12,8 @@
  * pad_token_id gets no gradient, as in the published code. */
 #include "model/llada2.h"
 
+#include "model/blocks.h"
+
 #include "model/model.h"
 
 typedef ith_tensor T;
@@ -280,9 +282,7 @@ static ith_status push_experts(ith_model *m, ith_ctx *ctx, ith_mem_class where, 
     ITH_TRY(push_rows(ctx, where, "router", ITH_I32, e + 1, &a->offsets));
     ITH_TRY(push_rows(ctx, where, "router", ITH_I32, s, &a->source));
     ITH_TRY(push(ctx, where, "router", ITH_I32, t, k, &a->row_of));
-    ITH_TRY(push(ctx, where, "experts gate and up", m->dtype, s, 2 * c->moe_intermediate_size,
-                 &a->gate_up));
-    ITH_TRY(push(ctx, where, "experts output", m->dtype, s, c->hidden_size, &a->expert_out));
+    ITH_TRY(ith_block_push_expert_rows(m, ctx, where, a, s));
     if (c->num_shared_experts)
         ITH_TRY(push(ctx, where, "shared expert gate and up", m->dtype, t, 2 * shared_width(c),
                      &a->shared_gate_up));
@@ -294,23 +294,15 @@ static ith_status experts_forward(ith_model *m, ith_ctx *ctx, int64_t l, T n2)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    int64_t t = n2.shape[0], s = a->source.shape[0],
-            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    T logits, xs, h;
+    int64_t t = n2.shape[0], mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T logits;
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts, &logits));
     ITH_TRY(ith_linear_forward(ctx, logits, n2, weight(m, l, ITH_P_ROUTER), false));
     ITH_TRY(ith_group_router_forward(ctx, a->topk_w, a->topk_idx, a->probs, logits,
                                      ith_layer_buffer(m, l, ITH_P_ROUTER_BIAS), c->n_group,
                                      c->topk_group, (float)c->routed_scaling_factor));
     ITH_TRY(ith_expert_sort(ctx, a->offsets, a->source, a->row_of, a->topk_idx));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "experts input", m->dtype, s, c->hidden_size, &xs));
-    ITH_TRY(ith_gather_rows(ctx, xs, n2, a->source));
-    ITH_TRY(
-        ith_grouped_linear_forward(ctx, a->gate_up, xs, weight(m, l, ITH_P_GATE_UP), a->offsets));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, s, c->moe_intermediate_size, &h));
-    ITH_TRY(ith_swiglu_forward(ctx, h, a->gate_up));
-    ITH_TRY(
-        ith_grouped_linear_forward(ctx, a->expert_out, h, weight(m, l, ITH_P_DOWN), a->offsets));
+    ITH_TRY(ith_block_expert_mlp_forward(m, ctx, l, n2));
     if (c->num_shared_experts)
         ITH_TRY(ith_linear_forward(ctx, a->shared_gate_up, n2, weight(m, l, ITH_P_SHARED_GATE_UP),
                                    false));
@@ -354,24 +346,11 @@ static ith_status experts_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dn2,
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    int64_t t = dy.shape[0], s = a->source.shape[0],
-            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    T dtopk, dh, h, xs, dlogits, none = ith_tensor_none(), dout = a->expert_out; /* in place */
+    int64_t t = dy.shape[0], mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T dtopk, dlogits, dout = a->expert_out; /* in place */
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts_per_tok, &dtopk));
     ITH_TRY(ith_expert_combine_backward(ctx, dout, dtopk, dy, a->expert_out, a->topk_w, a->row_of));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden gradient", m->dtype, s,
-                 c->moe_intermediate_size, &dh));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, s, c->moe_intermediate_size, &h));
-    ITH_TRY(ith_grouped_linear_backward_input(ctx, dh, dout, weight(m, l, ITH_P_DOWN), a->offsets));
-    ITH_TRY(ith_swiglu_backward(ctx, a->gate_up, h, dh, a->gate_up));
-    ITH_TRY(ith_grouped_linear_backward_weight(ctx, grad(m, l, ITH_P_DOWN), dout, h, a->offsets));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "experts input", m->dtype, s, c->hidden_size, &xs));
-    ITH_TRY(ith_gather_rows(ctx, xs, n2, a->source));
-    ITH_TRY(ith_grouped_linear_backward_weight(ctx, grad(m, l, ITH_P_GATE_UP), a->gate_up, xs,
-                                               a->offsets));
-    ITH_TRY(ith_grouped_linear_backward_input(ctx, xs, a->gate_up, weight(m, l, ITH_P_GATE_UP),
-                                              a->offsets)); /* xs is its gradient now */
-    ITH_TRY(ith_expert_combine(ctx, dn2, none, xs, none, a->row_of));
+    ITH_TRY(ith_block_expert_mlp_backward(m, ctx, l, dn2, n2));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
     ITH_TRY(ith_group_router_backward(ctx, dlogits, dtopk, a->topk_idx, a->probs,
                                       (float)c->routed_scaling_factor));

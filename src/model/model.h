@@ -17,7 +17,7 @@
 #include "kernels/ops.h"
 #include "parallel/delta_scan.h"
 #include "parallel/shard.h"
-#include "parallel/ulysses.h"
+#include "parallel/ring.h"
 
 /* A parameter. Matrices that one product serves are one parameter: qkv = rows of q, k, v; gate_up =
  * rows of gate, up. */
@@ -65,8 +65,8 @@ typedef enum {
 } ith_keep;
 
 /* Saved tensors of one layer; absent ones are made again in backward. S = T * num_experts_per_tok.
- * Inside attention a rank of a context-parallel group has all N tokens of the group and its share
- * of the heads (parallel/ulysses.h); alone, N = T and Ha = Hq. */
+ * Inside attention a rank of a context-parallel group has its share of the heads for all N tokens of
+ * the group (parallel/ulysses.h), or of its ring slice (parallel/ring.h); alone, N = T and Ha = Hq. */
 typedef struct {
     ith_tensor x;          /* [T,D] residual stream at the layer's entry */
     ith_tensor qkv;        /* [T,(Hq+2Hkv)*Dh] before norm and RoPE */
@@ -279,7 +279,7 @@ ith_status ith_model_refresh_weights(ith_model *model, ith_ctx *ctx);
 /* Blocks of the flat layout: embeddings, layers, the rest of the model's type (norm, vision tower,
  * head), and what is f32 in a bf16 model; out: their borders, [blocks + 1]. */
 int64_t ith_model_num_blocks(const ith_model *model);
-void ith_model_blocks(const ith_model *model, int64_t *out);
+void ith_model_blocks(const ith_model *model, int64_t *out, int64_t *chunk);
 /* This rank's slice of a block's weights, wherever they are. */
 ith_tensor ith_model_weight_slice(const ith_model *model, int64_t block);
 /* For ith_model_place: buffers and views of stages 2 and 3. */

@@ -4,43 +4,88 @@
  * whole are bound to its window only between its verbs. */
 #include "model/model.h"
 
+#include <string.h>
+
 typedef ith_tensor T;
+
+/* ---- blocks ----
+ * Embeddings, the layers, the rest, the f32 tail. With expert parallelism a layer of experts is
+ * four blocks: what is before its experts, gate_up, down, and what is behind them. */
+
+static bool has_expert_blocks(const ith_model *m, int64_t l)
+{
+    return m->config->layer_is_moe[l] && ith_ep_size(m->mesh) > 1;
+}
+
+/* First block of layer l; of l = number of layers, the one behind them. */
+static int64_t layer_block(const ith_model *m, int64_t l)
+{
+    int64_t block = 1 + l;
+    for (int64_t i = 0; i < l; i++)
+        block += has_expert_blocks(m, i) ? 3 : 0;
+    return block;
+}
+
+static int64_t rest_block(const ith_model *m)
+{
+    return layer_block(m, m->config->num_hidden_layers);
+}
 
 int64_t ith_model_num_blocks(const ith_model *m)
 {
-    return m->config->num_hidden_layers + 2 + (m->num_elements > m->num_act);
+    return rest_block(m) + 1 + (m->num_elements > m->num_act);
 }
 
 /* No layer: embeddings, the rest, the f32 tail. The last two follow each other. */
 static bool is_end(const ith_model *m, int64_t block)
 {
-    return block == 0 || block > m->config->num_hidden_layers;
+    return block == 0 || block >= rest_block(m);
 }
 
 /* What is f32 in a bf16 model: its weights lie in w_f32. */
 static bool is_tail(const ith_model *m, int64_t block)
 {
-    return block == m->config->num_hidden_layers + 2;
+    return block == rest_block(m) + 1;
 }
 
-void ith_model_blocks(const ith_model *m, int64_t *out)
+/* Borders of the experts of a layer, and what an ep rank has of them. */
+static void expert_blocks(const ith_model *m, int64_t l, int64_t *first, int64_t *chunk)
 {
-    int64_t layers = m->config->num_hidden_layers;
+    const ith_param *p[] = {ith_layer_param(m, l, ITH_P_GATE_UP),
+                            ith_layer_param(m, l, ITH_P_DOWN)};
+    int64_t end = m->num_act;
+    for (int64_t i = 0; i < m->num_params; i++) /* what follows down */
+        if (m->params[i].first > p[1]->first)
+            end = ith_min_i64(end, m->params[i].first);
+    ITH_ASSERT(p[0]->first < p[1]->first);
+    first[1] = p[0]->first;
+    first[2] = p[1]->first;
+    first[3] = end;
+    for (int i = 0; i < 2; i++)
+        chunk[1 + i] = p[i]->shape[0] / m->mesh->ep_size * p[i]->shape[1] * p[i]->shape[2];
+}
+
+void ith_model_blocks(const ith_model *m, int64_t *out, int64_t *chunk)
+{
+    int64_t layers = m->config->num_hidden_layers, rest = rest_block(m);
+    memset(chunk, 0, (size_t)ith_model_num_blocks(m) * sizeof *chunk);
     out[0] = 0;
     for (int64_t l = 0; l < layers; l++) {
-        int64_t first = m->num_elements;
+        int64_t first = m->num_elements, block = layer_block(m, l);
         for (int k = 0; k < ITH_LAYER_PARAMS; k++) {
             int32_t p = m->layer_param[l * ITH_LAYER_PARAMS + k];
             if (p >= 0 && k != ITH_P_ROUTER_BIAS) /* a buffer */
                 first = ith_min_i64(first, m->params[p].first);
         }
-        out[1 + l] = first;
-        ITH_ASSERT(first > out[l]);
+        out[block] = first;
+        ITH_ASSERT(first >= out[block - 1] && first > 0);
+        if (has_expert_blocks(m, l))
+            expert_blocks(m, l, out + block, chunk + block);
     }
-    out[1 + layers] = m->params[m->final_norm].first;
-    out[2 + layers] = m->num_act;
+    out[rest] = m->params[m->final_norm].first;
+    out[rest + 1] = m->num_act;
     out[ith_model_num_blocks(m)] = m->num_elements;
-    ITH_ASSERT(out[1 + layers] > out[layers] && m->num_act > out[1 + layers]);
+    ITH_ASSERT(out[rest] >= out[rest - 1] && m->num_act > out[rest]);
 }
 
 static int64_t block_elements(const ith_model *m, int64_t block)
@@ -52,26 +97,43 @@ static int64_t block_elements(const ith_model *m, int64_t block)
 static T end_of(const ith_model *m, T ends, int64_t block)
 {
     const int64_t *first = m->shard->block_first;
-    int64_t at = block == 0 ? 0 : first[1] + first[block] - first[1 + m->config->num_hidden_layers];
+    int64_t at = block == 0 ? 0 : first[1] + first[block] - first[rest_block(m)];
     return ith_row_range(ends, at, at + block_elements(m, block));
 }
 
+/* A block of a layer in the window of the whole layer. */
 static T window_of(const ith_model *m, T window, int64_t block)
 {
-    return ith_row_range(window, 0, block_elements(m, block));
+    int64_t at = 0, l = 0;
+    while (layer_block(m, l + 1) <= block)
+        l++;
+    for (int64_t b = layer_block(m, l); b < block; b++)
+        at += ith_shard_window_elements(m->shard, b);
+    return ith_row_range(window, at, at + ith_shard_window_elements(m->shard, block));
 }
 
+static int64_t window_elements(const ith_model *m, int64_t layer)
+{
+    int64_t n = 0;
+    for (int64_t b = layer_block(m, layer); b < layer_block(m, layer + 1); b++)
+        n += ith_shard_window_elements(m->shard, b);
+    return n;
+}
+
+/* Parameters of a block to its window; experts to those of this rank. */
 static void bind(ith_model *m, int64_t block, const T *w, const T *grad)
 {
     int64_t first = m->shard->block_first[block], end = m->shard->block_first[block + 1];
     for (int64_t i = 0; i < m->num_params; i++) {
-        ith_param *p = &m->params[i];
+        ith_param *p = &m->params[i], own = *p;
         if (p->first < first || p->first >= end)
             continue;
+        if (m->shard->chunk[block])
+            own.shape[0] /= m->mesh->ep_size;
         if (w)
-            p->w = ith_param_view(p, *w, first);
+            p->w = ith_param_view(&own, *w, first);
         if (grad)
-            p->grad = ith_param_view(p, *grad, first);
+            p->grad = ith_param_view(&own, *grad, first);
     }
 }
 
@@ -81,8 +143,9 @@ ith_status ith_model_place_sharded(ith_model *m, ith_ctx *ctx, bool training)
     m->ends_w = m->ends_grad = m->window_w = m->window_grad = ith_tensor_none();
     if (m->zero_stage < 2)
         return ITH_OK;
+    for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
+        largest = ith_max_i64(largest, window_elements(m, l));
     for (int64_t b = 0; b < blocks; b++) {
-        largest = is_end(m, b) ? largest : ith_max_i64(largest, block_elements(m, b));
         ends += is_end(m, b) ? block_elements(m, b) : 0;
         act_ends += is_end(m, b) && !is_tail(m, b) ? block_elements(m, b) : 0;
     }
@@ -112,12 +175,12 @@ ith_status ith_model_place_sharded(ith_model *m, ith_ctx *ctx, bool training)
     return ITH_OK;
 }
 
-/* whole <- the slices of all ranks; whole holds exactly the block. */
+/* whole <- the slices of all ranks; whole holds exactly the window. */
 static ith_status gather_block(ith_model *m, ith_ctx *ctx, int64_t block, T whole)
 {
     T own = ith_shard_slice(m->shard, block, m->w);
     int64_t size = ith_dtype_bytes(whole.dtype),
-            at = ith_shard_slice_first(m->shard, block) - m->shard->block_first[block];
+            at = ith_shard_slice_first(m->shard, block) - ith_shard_window_first(m->shard, block);
     if (!ith_ctx_counting(ctx) && own.shape[0] > 0)
         ITH_TRY(ctx->device->copy(ctx->device, (char *)whole.data + at * size, own.data,
                                   ith_tensor_bytes(own), ctx->err));
@@ -128,14 +191,16 @@ ith_status ith_model_gather_layer(ith_model *m, ith_ctx *ctx, int64_t layer)
 {
     if (m->zero_stage < 3)
         return ITH_OK;
-    return gather_block(m, ctx, 1 + layer, window_of(m, m->window_w, 1 + layer));
+    for (int64_t b = layer_block(m, layer); b < layer_block(m, layer + 1); b++)
+        ITH_TRY(gather_block(m, ctx, b, window_of(m, m->window_w, b)));
+    return ITH_OK;
 }
 
 ith_status ith_model_open_grads(ith_model *m, ith_ctx *ctx, int64_t layer)
 {
     if (m->zero_stage < 2)
         return ITH_OK;
-    return ith_zero(ctx, window_of(m, m->window_grad, 1 + layer));
+    return ith_zero(ctx, ith_row_range(m->window_grad, 0, window_elements(m, layer)));
 }
 
 /* The own slice of the block's sum is added to the shard. */
@@ -150,7 +215,9 @@ ith_status ith_model_close_grads(ith_model *m, ith_ctx *ctx, int64_t layer)
 {
     if (m->zero_stage < 2)
         return ITH_OK;
-    return reduce_into_shard(m, ctx, 1 + layer, window_of(m, m->window_grad, 1 + layer));
+    for (int64_t b = layer_block(m, layer); b < layer_block(m, layer + 1); b++)
+        ITH_TRY(reduce_into_shard(m, ctx, b, window_of(m, m->window_grad, b)));
+    return ITH_OK;
 }
 
 ith_status ith_model_reduce_grads(ith_model *m, ith_ctx *ctx)

@@ -215,16 +215,16 @@ static ith_status make_qk(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_
                                 &in->heads);
 }
 
-/* o and lse of all tokens of the group, this rank's heads. */
+/* o and lse of the tokens of the ring slice, this rank's heads. */
 static ith_status push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
                                      const ith_batch *b, ith_layer_acts *a)
 {
     const ith_hf_config *c = m->config;
     int64_t heads =
         ith_ulysses_own_share(m->mesh, c->num_attention_heads, c->num_key_value_heads).q_count;
-    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, b->group_tokens, heads,
-                       c->head_dim, &a->o));
-    return push(ctx, where, "attention lse", ITH_F32, b->group_tokens, heads, &a->lse);
+    int64_t rows = ith_ring_own_rows(m->mesh, ctx, b->group_tokens);
+    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, rows, heads, c->head_dim, &a->o));
+    return push(ctx, where, "attention lse", ITH_F32, rows, heads, &a->lse);
 }
 
 /* Attention from in->heads, and its output back at this rank's tokens. */
@@ -234,8 +234,8 @@ static ith_status attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t
     ith_layer_acts *a = &m->acts[l];
     if (!a->o.ndim)
         ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, b, a));
-    return ith_attention_forward(ctx, a->o, a->lse, in->heads.q, in->heads.k, in->heads.v, b->seqs,
-                                 scale_of(m->config), true);
+    return ith_ring_attention_forward(m->mesh, ctx, b->group_tokens, a->o, a->lse, in->heads,
+                                      b->seqs, scale_of(m->config));
 }
 
 static ith_status output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T *o)
@@ -260,9 +260,7 @@ static ith_status push_experts(ith_model *m, ith_ctx *ctx, ith_mem_class where, 
     ITH_TRY(ith_ctx_push(ctx, where, "router", ITH_I32, 1, e + 1, 1, 1, 1, &a->offsets));
     ITH_TRY(ith_ctx_push(ctx, where, "router", ITH_I32, 1, s, 1, 1, 1, &a->source));
     ITH_TRY(push(ctx, where, "router", ITH_I32, t, k, &a->row_of));
-    ITH_TRY(push(ctx, where, "experts gate and up", m->dtype, s, 2 * c->moe_intermediate_size,
-                 &a->gate_up));
-    return push(ctx, where, "experts output", m->dtype, s, c->hidden_size, &a->expert_out);
+    return ith_block_push_expert_rows(m, ctx, where, a, s);
 }
 
 static int64_t num_moe_layers(const ith_hf_config *c)
@@ -279,9 +277,8 @@ static ith_status experts_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    int64_t t = n2.shape[0], s = a->source.shape[0],
-            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    T logits, xs, h;
+    int64_t t = n2.shape[0], mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T logits;
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &logits));
     ITH_TRY(ith_linear_forward(ctx, logits, n2, ith_layer_param(m, l, ITH_P_ROUTER)->w, false));
     ITH_TRY(ith_router_forward(ctx, a->topk_w, a->topk_idx, a->probs, logits, c->norm_topk_prob));
@@ -290,14 +287,7 @@ static ith_status experts_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b
         ITH_TRY(
             ith_expert_load(ctx, m->expert_fraction, m->expert_mean_prob, a->offsets, a->probs,
                             1.0f / (float)(num_moe_layers(c) * ith_max_i64(b->group_tokens, 1))));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "experts input", m->dtype, s, c->hidden_size, &xs));
-    ITH_TRY(ith_gather_rows(ctx, xs, n2, a->source));
-    ITH_TRY(ith_grouped_linear_forward(ctx, a->gate_up, xs, ith_layer_param(m, l, ITH_P_GATE_UP)->w,
-                                       a->offsets));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, s, c->moe_intermediate_size, &h));
-    ITH_TRY(ith_swiglu_forward(ctx, h, a->gate_up));
-    ITH_TRY(ith_grouped_linear_forward(ctx, a->expert_out, h, ith_layer_param(m, l, ITH_P_DOWN)->w,
-                                       a->offsets));
+    ITH_TRY(ith_block_expert_mlp_forward(m, ctx, l, n2));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     return ITH_OK;
 }
@@ -308,27 +298,13 @@ static ith_status experts_backward(ith_model *m, ith_ctx *ctx, const ith_batch *
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    const ith_param *up = ith_layer_param(m, l, ITH_P_GATE_UP),
-                    *down = ith_layer_param(m, l, ITH_P_DOWN);
     const ith_param *router = ith_layer_param(m, l, ITH_P_ROUTER);
-    int64_t t = dy.shape[0], s = a->source.shape[0],
-            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    T dtopk, dh, h, xs, dlogits, none = ith_tensor_none();
+    int64_t t = dy.shape[0], mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T dtopk, dlogits;
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts_per_tok, &dtopk));
     T dout = a->expert_out; /* in place */
     ITH_TRY(ith_expert_combine_backward(ctx, dout, dtopk, dy, a->expert_out, a->topk_w, a->row_of));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden gradient", m->dtype, s,
-                 c->moe_intermediate_size, &dh));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, s, c->moe_intermediate_size, &h));
-    ITH_TRY(ith_grouped_linear_backward_input(ctx, dh, dout, down->w, a->offsets));
-    ITH_TRY(ith_swiglu_backward(ctx, a->gate_up, h, dh, a->gate_up));
-    ITH_TRY(ith_grouped_linear_backward_weight(ctx, down->grad, dout, h, a->offsets));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "experts input", m->dtype, s, c->hidden_size, &xs));
-    ITH_TRY(ith_gather_rows(ctx, xs, n2, a->source));
-    ITH_TRY(ith_grouped_linear_backward_weight(ctx, up->grad, a->gate_up, xs, a->offsets));
-    ITH_TRY(ith_grouped_linear_backward_input(ctx, xs, a->gate_up, up->w,
-                                              a->offsets)); /* xs is its gradient now */
-    ITH_TRY(ith_expert_combine(ctx, dn2, none, xs, none, a->row_of));
+    ITH_TRY(ith_block_expert_mlp_backward(m, ctx, l, dn2, n2));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
     float aux_scale = m->aux_coef * b->share * (float)c->num_experts /
                       (float)(num_moe_layers(c) * ith_max_i64(b->group_tokens, 1));
@@ -349,7 +325,8 @@ static int64_t mlp_tile(const ith_model *m, int64_t l, int64_t t)
                                                                              : m->mlp_tile;
 }
 
-/* x2 = x + o_out and delta = MLP(norm(x2)), tile by tile. */
+/* x2 = x + o_out and delta = MLP(norm(x2)), tile by tile. Experts run without tokens too: they are
+ * other ranks'. */
 static ith_status mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T o_out)
 {
     const ith_hf_config *c = m->config;
@@ -358,7 +335,7 @@ static ith_status mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, in
     int64_t t = b->num_tokens, tile = mlp_tile(m, l, t),
             mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T saved_gate_up = a->gate_up;
-    for (int64_t r0 = 0; r0 < t; r0 += tile) {
+    for (int64_t r0 = 0; r0 < t || (moe && r0 == 0); r0 += tile) {
         int64_t r1 = ith_min_i64(r0 + tile, t);
         T n2, rstd2, h,
             gate_up =
@@ -583,7 +560,7 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     int64_t t = b->num_tokens, tile = mlp_tile(m, l, t),
             mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T saved_gate_up = a->gate_up, none = ith_tensor_none();
-    for (int64_t r0 = 0; r0 < t; r0 += tile) {
+    for (int64_t r0 = 0; r0 < t || (moe && r0 == 0); r0 += tile) {
         int64_t r1 = ith_min_i64(r0 + tile, t), n = r1 - r0;
         T n2, rstd2, dn2, dh, h, x2 = ith_row_range(a->x2, r0, r1), dy = ith_row_range(dx, r0, r1);
         ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, n, c->hidden_size, &n2));
@@ -657,9 +634,8 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
                                            do_, &do_heads));
     ith_qkv s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
     ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, ds, &dheads));
-    ITH_TRY(ith_attention_backward(ctx, dheads.q, dheads.k, dheads.v, do_heads, in->heads.q,
-                                   in->heads.k, in->heads.v, a->o, a->lse, b->seqs, scale_of(c),
-                                   true));
+    ITH_TRY(ith_ring_attention_backward(m->mesh, ctx, b->group_tokens, dheads, do_heads, in->heads,
+                                        a->o, a->lse, b->seqs, scale_of(c)));
     ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, ds, dheads));
     ITH_TRY(ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, ds.q, ds.k, s.q, s.k,
                                       in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos,

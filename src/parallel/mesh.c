@@ -28,8 +28,61 @@ void ith_mesh_imagine(ith_mesh *mesh, int64_t world_size, int64_t cp_size)
 {
     memset(mesh, 0, sizeof *mesh);
     mesh->world_size = world_size;
-    mesh->cp_size = cp_size;
+    mesh->cp_size = mesh->ulysses_size = cp_size;
+    mesh->ep_size = 1;
     mesh->dp_size = world_size / cp_size;
+}
+
+ith_status ith_mesh_set_experts(ith_mesh *mesh, int64_t ep_size, ith_error *err)
+{
+    ITH_ASSERT(ep_size >= 1 && mesh->world_size % ep_size == 0 && mesh->ep_size == 1);
+    mesh->ep_size = ep_size;
+    if (!mesh->world || ep_size == 1)
+        return ITH_OK;
+    ITH_TRY(
+        ith_alloc_zero((void **)&mesh->ep_lists, 4 * ep_size, sizeof *mesh->ep_lists, "mesh", err));
+    ITH_TRY(ith_comm_split(mesh->world, mesh->world->rank / ep_size, &mesh->ep, err));
+    return ith_comm_split(mesh->world, mesh->world->rank % ep_size, &mesh->edp, err);
+}
+
+void ith_mesh_set_ulysses(ith_mesh *mesh, int64_t ulysses_size)
+{
+    ITH_ASSERT(ulysses_size >= 1 && mesh->cp_size % ulysses_size == 0);
+    mesh->ulysses_size = ulysses_size;
+}
+
+void ith_ring_stretches(const ith_mesh *mesh, int64_t n, int64_t r, ith_stretch out[2])
+{
+    int64_t size = ith_ring_size(mesh), at = 0;
+    out[0] = (ith_stretch){0, n};
+    out[1] = (ith_stretch){n, 0};
+    if (size == 1)
+        return;
+    for (int64_t i = 0; i < 2 * size; i++) {
+        int64_t owner = i < size ? i : 2 * size - 1 - i, rows = ith_ring_rows(mesh, n, owner);
+        int64_t count = i < size ? rows - rows / 2 : rows / 2;
+        if (owner == r)
+            out[i >= size] = (ith_stretch){at, count};
+        at += count;
+    }
+}
+
+void ith_cp_stretches(const ith_mesh *mesh, int64_t n, ith_stretch out[2])
+{
+    int64_t u = mesh ? mesh->ulysses_size : 1, at = 0;
+    int64_t first = mesh ? ith_cp_first(mesh, n, ith_ring_rank(mesh) * u) : 0;
+    int64_t begin = ith_cp_begin(mesh, n) - first, end = ith_cp_end(mesh, n) - first;
+    ith_ring_stretches(mesh, n, ith_ring_rank(mesh), out);
+    for (int i = 0; i < 2; i++) { /* the part of [begin, end) of the ring slice that it holds */
+        int64_t low = ith_max_i64(begin - at, 0), high = ith_min_i64(end - at, out[i].count);
+        at += out[i].count;
+        out[i] = (ith_stretch){out[i].first + low, ith_max_i64(high - low, 0)};
+    }
+}
+
+ith_status ith_mesh_agree(const ith_mesh *mesh, ith_status status, ith_error *err)
+{
+    return mesh && mesh->world ? ith_comm_agree(mesh->world, status, err) : status;
 }
 
 ith_status ith_mesh_max(const ith_mesh *mesh, int64_t *x, ith_error *err)
@@ -43,7 +96,10 @@ void ith_mesh_close(ith_mesh *mesh)
 {
     ith_comm_close(mesh->cp);
     ith_comm_close(mesh->dp);
+    ith_comm_close(mesh->ep);
+    ith_comm_close(mesh->edp);
     ith_free(mesh->lists);
+    ith_free(mesh->ep_lists);
     memset(mesh, 0, sizeof *mesh);
 }
 

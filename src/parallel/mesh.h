@@ -13,20 +13,39 @@
 typedef struct {
     ith_comm *world, *dp, *cp; /* world is borrowed; all NULL in an imagined mesh */
     int64_t world_size, dp_size, cp_size, dp_rank, cp_rank;
-    int64_t *lists; /* [4 * cp_size] of the exchanges of ulysses.c */
+    /* Expert parallelism: groups of ep_size neighbours of the world share the experts of a layer;
+     * edp are the ranks with the same experts. 1 and NULL: none. */
+    int64_t ep_size;
+    ith_comm *ep, *edp;
+    int64_t *ep_lists;    /* [4 * ep_size] of the exchanges of expert_exchange.c */
+    int64_t ulysses_size; /* neighbours of cp that exchange heads; cp_size over it is a ring */
+    int64_t *lists;       /* [4 * cp_size] of the exchanges of ulysses.c */
 } ith_mesh;
 
 /* Collective over world. cp_size divides the number of ranks (checked with the config). */
 ith_status ith_mesh_open(ith_mesh *mesh, ith_comm *world, int64_t cp_size, ith_error *err);
 void ith_mesh_close(ith_mesh *mesh); /* also of a zeroed one */
+/* Collective over world, after open: ep_size divides the number of ranks. Of an imagined mesh,
+ * sizes. */
+ith_status ith_mesh_set_experts(ith_mesh *mesh, int64_t ep_size, ith_error *err);
+/* Neighbours that exchange heads: divides cp_size; until then all of it. */
+void ith_mesh_set_ulysses(ith_mesh *mesh, int64_t ulysses_size);
 /* Rank 0 of a job that is not there: sizes only, for plans. */
 void ith_mesh_imagine(ith_mesh *mesh, int64_t world_size, int64_t cp_size);
+/* A fixed point: all ranks get the failure of the lowest failing one (ith_comm_agree); in an imagined
+ * mesh, or without one, status itself. */
+ith_status ith_mesh_agree(const ith_mesh *mesh, ith_status status, ith_error *err);
 /* The largest of all ranks; in an imagined mesh, or without one, x itself. */
 ith_status ith_mesh_max(const ith_mesh *mesh, int64_t *x, ith_error *err);
 
 static inline int64_t ith_cp_size(const ith_mesh *mesh)
 {
     return mesh ? mesh->cp_size : 1;
+}
+
+static inline int64_t ith_ep_size(const ith_mesh *mesh)
+{
+    return mesh ? mesh->ep_size : 1;
 }
 
 static inline int64_t ith_world_size(const ith_mesh *mesh)
@@ -50,6 +69,51 @@ static inline int64_t ith_cp_end(const ith_mesh *mesh, int64_t n)
 {
     return mesh ? ith_cp_first(mesh, n, mesh->cp_rank + 1) : n;
 }
+
+/* ---- rings: parallel/ring.h ----
+ * Slices of a group are stretches of the tokens in ring order: of 2R stretches that follow each
+ * other, ring rank r has r and then 2R-1-r, and its ranks have contiguous parts of these. With R =
+ * 1 ring order is the order of the tokens. */
+
+static inline int64_t ith_ring_size(const ith_mesh *mesh)
+{
+    return mesh ? mesh->cp_size / mesh->ulysses_size : 1;
+}
+
+static inline int64_t ith_ring_rank(const ith_mesh *mesh)
+{
+    return mesh ? mesh->cp_rank / mesh->ulysses_size : 0;
+}
+
+/* Tokens of ring rank r, of n of the group. */
+static inline int64_t ith_ring_rows(const ith_mesh *mesh, int64_t n, int64_t r)
+{
+    return mesh ? ith_cp_first(mesh, n, (r + 1) * mesh->ulysses_size) -
+                      ith_cp_first(mesh, n, r * mesh->ulysses_size)
+                : n;
+}
+
+/* The most that any ring rank may have. */
+static inline int64_t ith_ring_most_rows(const ith_mesh *mesh, int64_t n)
+{
+    return ith_ring_size(mesh) == 1 ? n : ith_div_ceil(n, mesh->cp_size) * mesh->ulysses_size;
+}
+
+/* Those of this rank; while the plan counts, the most. */
+static inline int64_t ith_ring_own_rows(const ith_mesh *mesh, const ith_ctx *ctx, int64_t n)
+{
+    return ith_ctx_counting(ctx) ? ith_ring_most_rows(mesh, n)
+                                 : ith_ring_rows(mesh, n, ith_ring_rank(mesh));
+}
+
+/* Tokens that follow each other. */
+typedef struct {
+    int64_t first, count;
+} ith_stretch;
+/* The two stretches of ring rank r; the second is empty when R = 1. */
+void ith_ring_stretches(const ith_mesh *mesh, int64_t n, int64_t r, ith_stretch out[2]);
+/* Tokens of this rank's slice, in its order; either may be empty. */
+void ith_cp_stretches(const ith_mesh *mesh, int64_t n, ith_stretch out[2]);
 
 /* t (F32 or F64) becomes the sum over the ranks of the cp group, or of all ranks. While the plan
  * counts: nothing. */

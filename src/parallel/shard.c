@@ -8,11 +8,11 @@
 
 #define CUT_ALIGN 128 /* elements, as parameters are placed */
 
-/* First element, in the block, of rank r's slice. */
-static int64_t cut(int64_t elements, int64_t world, int64_t r)
+/* First element, of so many, of the slice of rank r of `ranks`. */
+static int64_t cut(int64_t elements, int64_t ranks, int64_t r)
 {
     int64_t units = elements / CUT_ALIGN;
-    return (units / world * r + ith_min_i64(r, units % world)) * CUT_ALIGN;
+    return r == ranks ? elements : (units / ranks * r + ith_min_i64(r, units % ranks)) * CUT_ALIGN;
 }
 
 static int64_t block_elements(const ith_shard *s, int64_t block)
@@ -20,8 +20,28 @@ static int64_t block_elements(const ith_shard *s, int64_t block)
     return s->block_first[block + 1] - s->block_first[block];
 }
 
+/* Window of rank r in a block: *first element behind the block's, *own and *ranks among those that
+ * share it; returns its elements. */
+static int64_t window(const ith_shard *s, int64_t block, int64_t r, int64_t *first, int64_t *own,
+                      int64_t *ranks)
+{
+    int64_t ep = s->chunk[block] ? s->mesh->ep_size : 1, e = r % ep;
+    *own = r / ep;
+    *ranks = s->mesh->world_size / ep;
+    *first = e * s->chunk[block];
+    return e + 1 < ep ? s->chunk[block] : block_elements(s, block) - *first;
+}
+
+/* Elements [*begin, *end) of a block are rank r's slice. */
+static void slice_of(const ith_shard *s, int64_t block, int64_t r, int64_t *begin, int64_t *end)
+{
+    int64_t first, own, ranks, n = window(s, block, r, &first, &own, &ranks);
+    *begin = first + cut(n, ranks, own);
+    *end = first + cut(n, ranks, own + 1);
+}
+
 ith_status ith_shard_init(ith_shard *s, const ith_mesh *mesh, const int64_t *block_first,
-                          int64_t num_blocks, ith_error *err)
+                          const int64_t *chunk, int64_t num_blocks, ith_error *err)
 {
     int64_t world = mesh->world_size, rank = mesh->world ? mesh->world->rank : 0;
     ith_status status = ITH_OK;
@@ -30,13 +50,18 @@ ith_status ith_shard_init(ith_shard *s, const ith_mesh *mesh, const int64_t *blo
     s->num_blocks = num_blocks;
     ITH_TRY_OUT(ith_alloc_zero((void **)&s->block_first, num_blocks + 1, 8, "blocks", err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&s->shard_first, num_blocks + 1, 8, "blocks", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&s->chunk, num_blocks, 8, "blocks", err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&s->cuts, world + 1, 8, "blocks", err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&s->lists, 4 * world, 8, "blocks", err));
     memcpy(s->block_first, block_first, (size_t)(num_blocks + 1) * 8);
+    if (chunk)
+        memcpy(s->chunk, chunk, (size_t)num_blocks * 8);
     for (int64_t b = 0; b < num_blocks; b++) {
-        int64_t n = block_elements(s, b);
+        int64_t n = block_elements(s, b), begin, end;
         ITH_ASSERT(n >= 0 && n % CUT_ALIGN == 0);
-        s->shard_first[b + 1] = s->shard_first[b] + cut(n, world, rank + 1) - cut(n, world, rank);
+        ITH_ASSERT(s->chunk[b] * mesh->ep_size <= n);
+        slice_of(s, b, rank, &begin, &end);
+        s->shard_first[b + 1] = s->shard_first[b] + end - begin;
     }
     return ITH_OK;
 out:
@@ -48,6 +73,7 @@ void ith_shard_deinit(ith_shard *s)
 {
     ith_free(s->block_first);
     ith_free(s->shard_first);
+    ith_free(s->chunk);
     ith_free(s->cuts);
     ith_free(s->lists);
     memset(s, 0, sizeof *s);
@@ -65,7 +91,22 @@ static int64_t own_rank(const ith_shard *s)
 
 int64_t ith_shard_slice_first(const ith_shard *s, int64_t block)
 {
-    return s->block_first[block] + cut(block_elements(s, block), s->mesh->world_size, own_rank(s));
+    int64_t begin, end;
+    slice_of(s, block, own_rank(s), &begin, &end);
+    return s->block_first[block] + begin;
+}
+
+int64_t ith_shard_window_first(const ith_shard *s, int64_t block)
+{
+    int64_t first, own, ranks;
+    (void)window(s, block, own_rank(s), &first, &own, &ranks);
+    return s->block_first[block] + first;
+}
+
+int64_t ith_shard_window_elements(const ith_shard *s, int64_t block)
+{
+    int64_t first, own, ranks;
+    return window(s, block, own_rank(s), &first, &own, &ranks);
 }
 
 ith_tensor ith_shard_slice(const ith_shard *s, int64_t block, ith_tensor t)
@@ -80,33 +121,36 @@ ith_tensor ith_shard_slice(const ith_shard *s, int64_t block, ith_tensor t)
     return ith_row_range(t, first, first + n);
 }
 
-static void fill_cuts(ith_shard *s, int64_t block)
+/* Cuts of the window among the ranks that share it; returns these. */
+static ith_comm *fill_cuts(ith_shard *s, int64_t block, int64_t *me)
 {
-    for (int64_t r = 0; r <= s->mesh->world_size; r++)
-        s->cuts[r] = cut(block_elements(s, block), s->mesh->world_size, r);
+    int64_t first, ranks, n = window(s, block, own_rank(s), &first, me, &ranks);
+    for (int64_t r = 0; r <= ranks; r++)
+        s->cuts[r] = cut(n, ranks, r);
+    return s->chunk[block] ? s->mesh->edp : s->mesh->world;
 }
 
 ith_status ith_shard_reduce(ith_shard *s, ith_ctx *ctx, int64_t block, ith_tensor t,
                             ith_tensor *own)
 {
-    int64_t me = own_rank(s);
-    ITH_ASSERT(t.ndim == 1 && t.dtype == ITH_F32 && t.shape[0] == block_elements(s, block));
-    fill_cuts(s, block);
+    int64_t me = 0;
+    ith_comm *comm = fill_cuts(s, block, &me);
+    ITH_ASSERT(t.ndim == 1 && t.dtype == ITH_F32 &&
+               t.shape[0] == ith_shard_window_elements(s, block));
     *own = ith_row_range(t, s->cuts[me], s->cuts[me + 1]);
     if (ith_ctx_counting(ctx))
         return ITH_OK;
-    return ith_comm_reduce_scatter_v(s->mesh->world, t.data, s->cuts, ITH_F32, ITH_REDUCE_SUM,
-                                     ctx->err);
+    return ith_comm_reduce_scatter_v(comm, t.data, s->cuts, ITH_F32, ITH_REDUCE_SUM, ctx->err);
 }
 
 ith_status ith_shard_gather(ith_shard *s, ith_ctx *ctx, int64_t block, ith_tensor t)
 {
-    ITH_ASSERT(t.ndim == 1 && t.shape[0] == block_elements(s, block));
+    int64_t me = 0;
+    ITH_ASSERT(t.ndim == 1 && t.shape[0] == ith_shard_window_elements(s, block));
     if (ith_ctx_counting(ctx))
         return ITH_OK;
-    fill_cuts(s, block);
-    return ith_comm_all_gather_v(s->mesh->world, t.data, s->cuts, ith_dtype_bytes(t.dtype),
-                                 ctx->err);
+    ith_comm *comm = fill_cuts(s, block, &me);
+    return ith_comm_all_gather_v(comm, t.data, s->cuts, ith_dtype_bytes(t.dtype), ctx->err);
 }
 
 static int64_t block_of(const ith_shard *s, int64_t first, int64_t n)
@@ -122,9 +166,10 @@ static int64_t block_of(const ith_shard *s, int64_t first, int64_t n)
 static int64_t part_of_rank(const ith_shard *s, int64_t block, int64_t r, int64_t first, int64_t n,
                             int64_t *from)
 {
-    int64_t elements = block_elements(s, block), world = s->mesh->world_size;
-    int64_t begin = s->block_first[block] + cut(elements, world, r),
-            end = s->block_first[block] + cut(elements, world, r + 1);
+    int64_t begin, end;
+    slice_of(s, block, r, &begin, &end);
+    begin += s->block_first[block];
+    end += s->block_first[block];
     int64_t low = ith_max_i64(first, begin), high = ith_min_i64(first + n, end);
     *from = low - first;
     return ith_max_i64(0, high - low);

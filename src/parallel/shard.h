@@ -11,18 +11,23 @@
 
 #include "parallel/mesh.h"
 
+/* Expert parallelism: a block of experts is first cut by expert among the ep ranks, then each chunk
+ * among the ranks that share it; what a rank gathers and reduces, its window, is one chunk. Of
+ * other blocks the window is the block. */
 typedef struct {
     const ith_mesh *mesh;
     int64_t num_blocks;
+    int64_t *chunk;       /* [num_blocks] elements of an ep rank's experts; 0: not by expert */
     int64_t *block_first; /* [num_blocks + 1] elements of the flat layout */
     int64_t *shard_first; /* [num_blocks + 1] where a block's slice begins in the shard */
     int64_t *cuts;        /* [world + 1] of the running call */
     int64_t *lists;       /* [4 * world] likewise */
 } ith_shard;
 
-/* block_first is copied; borders are multiples of 128 elements, and so are all cuts. */
+/* block_first and chunk are copied; borders are multiples of 128 elements, and so are cuts of what
+ * is not cut by expert. chunk may be NULL: no experts. */
 ith_status ith_shard_init(ith_shard *shard, const ith_mesh *mesh, const int64_t *block_first,
-                          int64_t num_blocks, ith_error *err);
+                          const int64_t *chunk, int64_t num_blocks, ith_error *err);
 void ith_shard_deinit(ith_shard *shard);
 /* Elements of this rank's shard. */
 int64_t ith_shard_elements(const ith_shard *shard);
@@ -32,11 +37,15 @@ ith_tensor ith_shard_slice(const ith_shard *shard, int64_t block, ith_tensor t);
 /* First element of it in the flat layout. */
 int64_t ith_shard_slice_first(const ith_shard *shard, int64_t block);
 
-/* t holds exactly the block (a view, or a buffer of its own): the own slice becomes the sum over
- * all ranks (f32). Returns a view of it. */
+/* First element of the window in the flat layout, and its size. */
+int64_t ith_shard_window_first(const ith_shard *shard, int64_t block);
+int64_t ith_shard_window_elements(const ith_shard *shard, int64_t block);
+
+/* t holds exactly the window (a view, or a buffer of its own): the own slice becomes the sum over
+ * all ranks that share it (f32). Returns a view of it. */
 ith_status ith_shard_reduce(ith_shard *shard, ith_ctx *ctx, int64_t block, ith_tensor t,
                             ith_tensor *own);
-/* t holds exactly the block; the slices of the others are filled. */
+/* t holds exactly the window; the slices of the others are filled. */
 ith_status ith_shard_gather(ith_shard *shard, ith_ctx *ctx, int64_t block, ith_tensor t);
 /* Elements [first, first + n) of the flat layout, of one block, from the shards to `out` on rank 0
  * (out may be NULL elsewhere). t: this rank's shard. */

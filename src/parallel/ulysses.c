@@ -8,6 +8,17 @@
 
 typedef ith_tensor T;
 
+static int64_t group_size(const ith_mesh *mesh)
+{
+    return mesh ? mesh->ulysses_size : 1;
+}
+
+/* Among the neighbours that exchange heads. */
+static int64_t own_rank(const ith_mesh *mesh)
+{
+    return mesh->cp_rank % mesh->ulysses_size;
+}
+
 ith_head_share ith_ulysses_share(int64_t q_heads, int64_t kv_heads, int64_t cp_size, int64_t rank)
 {
     int64_t group = ith_div_exact(q_heads, kv_heads);
@@ -25,7 +36,7 @@ ith_head_share ith_ulysses_share(int64_t q_heads, int64_t kv_heads, int64_t cp_s
 
 ith_head_share ith_ulysses_own_share(const ith_mesh *mesh, int64_t q_heads, int64_t kv_heads)
 {
-    return mesh ? ith_ulysses_share(q_heads, kv_heads, mesh->cp_size, mesh->cp_rank)
+    return mesh ? ith_ulysses_share(q_heads, kv_heads, mesh->ulysses_size, own_rank(mesh))
                 : (ith_head_share){0, q_heads, 0, kv_heads};
 }
 
@@ -93,7 +104,7 @@ static layout make_layout(const ith_mesh *mesh, int64_t n, int64_t tokens, const
 
 static ith_head_share share_of(const layout *l, int64_t rank)
 {
-    return ith_ulysses_share(l->q_heads, l->kv_heads, l->mesh->cp_size, rank);
+    return ith_ulysses_share(l->q_heads, l->kv_heads, l->mesh->ulysses_size, rank);
 }
 
 /* Heads of part i in a share: *first of all of them, and how many. */
@@ -119,7 +130,7 @@ static int64_t block_width(const layout *l, const ith_head_share *s)
 
 static int64_t own_width(const layout *l)
 {
-    ith_head_share s = share_of(l, l->mesh->cp_rank);
+    ith_head_share s = share_of(l, own_rank(l->mesh));
     return block_width(l, &s);
 }
 
@@ -155,15 +166,17 @@ static ith_status exchange(const layout *l, ith_ctx *ctx, T staging, T rows, boo
 {
     const ith_mesh *m = l->mesh;
     int64_t size = ith_dtype_bytes(l->dtype), width = own_width(l), p = m->cp_size;
+    int64_t first = ith_ring_rank(m) * m->ulysses_size, row0 = ith_cp_first(m, l->n, first);
     int64_t *staged_at = m->lists, *staged_bytes = m->lists + p, *rows_at = m->lists + 2 * p,
             *rows_bytes = m->lists + 3 * p;
     ITH_ASSERT(ctx->device == ith_device_cpu());
-    for (int64_t j = 0; j < p; j++) {
+    memset(m->lists, 0, (size_t)(4 * p) * sizeof *m->lists);
+    for (int64_t j = first; j < first + m->ulysses_size; j++) {
         ith_head_share s;
-        T block = staged_block(l, staging, j, &s);
+        T block = staged_block(l, staging, j - first, &s);
         staged_at[j] = (const char *)block.data - (const char *)staging.data;
         staged_bytes[j] = ith_tensor_bytes(block);
-        rows_at[j] = ith_cp_first(m, l->n, j) * width * size;
+        rows_at[j] = (ith_cp_first(m, l->n, j) - row0) * width * size;
         rows_bytes[j] = (ith_cp_first(m, l->n, j + 1) - ith_cp_first(m, l->n, j)) * width * size;
     }
     ith_exchange forth = {staging.data, staged_at, staged_bytes, rows.data, rows_at, rows_bytes};
@@ -174,13 +187,13 @@ static ith_status exchange(const layout *l, ith_ctx *ctx, T staging, T rows, boo
 static ith_status push_staging(const layout *l, ith_ctx *ctx, T *out)
 {
     return ith_ctx_push(ctx, ITH_MEM_COMM, "ulysses blocks", l->dtype, 1,
-                        l->tokens * width_before(l, l->mesh->cp_size), 1, 1, 1, out);
+                        l->tokens * width_before(l, l->mesh->ulysses_size), 1, 1, 1, out);
 }
 
 /* This rank's heads of every part as views of rows [n, own width]. */
 static void head_views(const layout *l, T rows, ith_head_parts *out)
 {
-    ith_head_share s = share_of(l, l->mesh->cp_rank);
+    ith_head_share s = share_of(l, own_rank(l->mesh));
     for (int i = 0; i < l->count; i++) {
         int64_t first, count = heads_of(l, &s, i, &first);
         out->t[i] = ith_split_heads(block_heads(l, &s, rows, i, 0, count), count);
@@ -193,17 +206,17 @@ ith_status ith_ulysses_parts_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_
                                       const ith_head_parts *in, ith_head_parts *out)
 {
     *out = *in;
-    if (ith_cp_size(mesh) == 1)
+    if (group_size(mesh) == 1)
         return ITH_OK;
     layout l = make_layout(mesh, n, in->t[0].shape[0], in);
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM);
     T staging, rows;
     ITH_TRY(push_staging(&l, ctx, &staging));
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "heads of all tokens", l.dtype, 2, n,
-                         own_width(&l), 1, 1, &rows));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "heads of all tokens", l.dtype, 2,
+                         ith_ring_own_rows(mesh, ctx, n), own_width(&l), 1, 1, &rows));
     head_views(&l, rows, out);
     if (!ith_ctx_counting(ctx)) {
-        for (int64_t j = 0; j < mesh->cp_size; j++) {
+        for (int64_t j = 0; j < mesh->ulysses_size; j++) {
             ith_head_share s;
             T block = staged_block(&l, staging, j, &s);
             for (int i = 0; i < l.count; i++) {
@@ -222,12 +235,12 @@ ith_status ith_ulysses_push_parts_gradient(const ith_mesh *mesh, ith_ctx *ctx, i
                                            const ith_head_parts *in, ith_head_parts *out)
 {
     *out = *in;
-    if (ith_cp_size(mesh) == 1)
+    if (group_size(mesh) == 1)
         return ITH_OK;
     layout l = make_layout(mesh, n, in->t[0].shape[0], in);
     T rows;
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "gradient of heads of all tokens", l.dtype, 2, n,
-                         own_width(&l), 1, 1, &rows));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "gradient of heads of all tokens", l.dtype, 2,
+                         ith_ring_own_rows(mesh, ctx, n), own_width(&l), 1, 1, &rows));
     head_views(&l, rows, out);
     return ITH_OK;
 }
@@ -256,16 +269,16 @@ ith_status ith_ulysses_parts_to_heads_backward(const ith_mesh *mesh, ith_ctx *ct
                                                const ith_head_parts *din,
                                                const ith_head_parts *dout)
 {
-    if (ith_cp_size(mesh) == 1)
+    if (group_size(mesh) == 1)
         return ITH_OK;
     layout l = make_layout(mesh, n, din->t[0].shape[0], din);
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM), next_kv = 0;
-    T staging, rows = ith_tensor_2d(dout->t[0].data, l.dtype, n, own_width(&l));
+    T staging, rows = ith_tensor_2d(dout->t[0].data, l.dtype, dout->t[0].shape[0], own_width(&l));
     ITH_ASSERT(dout->t[0].stride[0] == own_width(&l));
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         ITH_TRY(exchange(&l, ctx, staging, rows, false));
-        for (int64_t j = 0; j < mesh->cp_size; j++) {
+        for (int64_t j = 0; j < mesh->ulysses_size; j++) {
             ith_head_share s;
             T block = staged_block(&l, staging, j, &s);
             ITH_TRY(unpack_gradient(&l, ctx, &s, block, din, next_kv));
@@ -315,7 +328,7 @@ ith_status ith_ulysses_to_heads_backward(const ith_mesh *mesh, ith_ctx *ctx, int
 ith_status ith_ulysses_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, int64_t q_heads,
                                  int64_t kv_heads, ith_tensor o, ith_tensor *out)
 {
-    if (ith_cp_size(mesh) == 1) {
+    if (group_size(mesh) == 1) {
         *out = o;
         return ITH_OK;
     }
@@ -325,14 +338,14 @@ ith_status ith_ulysses_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, 
     ith_head_parts part = {1, q_heads, kv_heads, {o}, {false}};
     layout l = make_layout(mesh, n, tokens, &part);
     T staging;
-    ITH_ASSERT(ith_is_contiguous(o) && o.shape[0] == n);
+    ITH_ASSERT(ith_is_contiguous(o) && o.shape[0] == ith_ring_own_rows(mesh, ctx, n));
     if (!out->ndim)
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention output of own tokens", l.dtype, 3,
                              tokens, q_heads, o.shape[2], 1, out));
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         ITH_TRY(exchange(&l, ctx, staging, o, false));
-        for (int64_t j = 0; j < mesh->cp_size; j++) {
+        for (int64_t j = 0; j < mesh->ulysses_size; j++) {
             ith_head_share s;
             T block = staged_block(&l, staging, j, &s);
             copy_rows(ctx, head_cols(*out, s.q_first, s.q_count), block);
@@ -345,20 +358,20 @@ ith_status ith_ulysses_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, 
 ith_status ith_ulysses_to_tokens_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
                                           int64_t kv_heads, ith_tensor dout, ith_tensor *do_)
 {
-    if (ith_cp_size(mesh) == 1) {
+    if (group_size(mesh) == 1) {
         *do_ = dout;
         return ITH_OK;
     }
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM);
     ith_head_parts part = {1, dout.shape[1], kv_heads, {dout}, {false}};
     layout l = make_layout(mesh, n, dout.shape[0], &part);
-    ith_head_share own = share_of(&l, mesh->cp_rank);
+    ith_head_share own = share_of(&l, own_rank(mesh));
     T staging;
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention output gradient of all tokens", l.dtype,
-                         3, n, own.q_count, dout.shape[2], 1, do_));
+                         3, ith_ring_own_rows(mesh, ctx, n), own.q_count, dout.shape[2], 1, do_));
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
-        for (int64_t j = 0; j < mesh->cp_size; j++) {
+        for (int64_t j = 0; j < mesh->ulysses_size; j++) {
             ith_head_share s;
             T block = staged_block(&l, staging, j, &s);
             copy_rows(ctx, block, head_cols(dout, s.q_first, s.q_count));

@@ -3,7 +3,8 @@
  * Outside attention a rank holds all heads of its slice of the tokens [S,H,Dh]; inside, its share
  * of the heads for all n tokens [n,Hme,Dh]. Slices are contiguous, so what arrives from rank 0, 1,
  * ... is in token order, and one cu_seqlens of all n tokens serves every rank. q, k and v travel in
- * one exchange, o in one; the gradients mirror them.
+ * one exchange, o in one; the gradients mirror them. Inside a ring (parallel/ring.h) all this holds
+ * for the U neighbours of mesh->ulysses_size and the tokens of their ring slice, in its order.
  *
  * Heads. Up to num_key_value_heads ranks: rank r has kv heads [r*Hkv/P, (r+1)*Hkv/P) with their
  * query heads; counts may differ by one group. More ranks: several ranks share a kv head, which is

@@ -277,7 +277,7 @@ static ith_status count_step(ith_step *s, keep_counts n)
 static ith_status bytes_of(ith_step *s, keep_counts n, int64_t *out)
 {
     ith_plan_reset(s->ctx->plan);
-    ITH_TRY(count_step(s, n));
+    ITH_TRY(ith_mesh_agree(s->config.mesh, count_step(s, n), s->ctx->err));
     *out = ith_plan_total(s->ctx->plan);
     /* Shares of heads differ, and with them bytes: what is kept must not. */
     return ith_mesh_max(s->config.mesh, out, s->ctx->err);
@@ -325,7 +325,8 @@ static ith_status limit_of(ith_step *s, int64_t *limit)
     *limit = s->config.memory_limit;
     if (*limit > 0)
         return ITH_OK;
-    ITH_TRY(s->ctx->device->memory(s->ctx->device, limit, &total, s->ctx->err));
+    ITH_TRY(ith_mesh_agree(mesh, s->ctx->device->memory(s->ctx->device, limit, &total, s->ctx->err),
+                           s->ctx->err));
     *limit -= *limit / 100 * RESERVE_PERCENT;
     if (mesh && mesh->world) /* the ranks of a machine share it; the tightest decides for all */
         *limit /= mesh->world->local_size;
@@ -415,14 +416,17 @@ static ith_status cut_model(ith_step *s)
 {
     ith_model *m = s->model;
     int64_t num_blocks = ith_model_num_blocks(m), *blocks = NULL;
+    ITH_ASSERT(ith_ep_size(s->config.mesh) == 1 || s->config.zero_stage == 3);
     m->shard = NULL;
     m->zero_stage = 0;
     if (s->config.zero_stage == 0 || ith_world_size(s->config.mesh) == 1)
         return ITH_OK;
-    ITH_TRY(
-        ith_alloc_zero((void **)&blocks, num_blocks + 1, sizeof *blocks, "blocks", s->ctx->err));
-    ith_model_blocks(m, blocks);
-    ith_status status = ith_shard_init(&s->shard, s->config.mesh, blocks, num_blocks, s->ctx->err);
+    ITH_TRY(ith_alloc_zero((void **)&blocks, 2 * num_blocks + 1, sizeof *blocks, "blocks",
+                           s->ctx->err));
+    int64_t *chunk = blocks + num_blocks + 1;
+    ith_model_blocks(m, blocks, chunk);
+    ith_status status =
+        ith_shard_init(&s->shard, s->config.mesh, blocks, chunk, num_blocks, s->ctx->err);
     ith_free(blocks);
     if (status != ITH_OK)
         return status;
@@ -438,7 +442,9 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
                config->max_docs > 0);
     ith_step *s = NULL;
     ith_status status = ITH_OK;
-    ITH_TRY(ith_alloc_zero((void **)&s, 1, sizeof *s, "step", ctx->err));
+    /* The plan is made together: who cannot begin is agreed first. */
+    ITH_TRY(ith_mesh_agree(config->mesh,
+                           ith_alloc_zero((void **)&s, 1, sizeof *s, "step", ctx->err), ctx->err));
     s->model = model;
     s->ctx = ctx;
     s->config = *config;
@@ -448,7 +454,7 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
         s->config.chunk_rows = DEFAULT_CHUNK_ROWS;
     s->config.chunk_rows = ith_min_i64(s->config.chunk_rows, ith_max_i64(config->max_labels, 1));
     model->passes_states = passes_states(s);
-    ITH_TRY_OUT(cut_model(s));
+    ITH_TRY_OUT(ith_mesh_agree(config->mesh, cut_model(s), ctx->err));
     ITH_TRY_OUT(plan_step(s, plan_only));
     if (!plan_only) {
         ITH_TRY_OUT(ith_plan_commit(ctx->plan, ctx->err));
@@ -475,21 +481,29 @@ void ith_step_begin(ith_step *step, double weight_sum)
     step->reduced = false;
 }
 
-/* Labelled rows of tokens [begin, end) with their seeds into the staging buffers; returns how many.
- */
-static int64_t stage_rows(ith_step *s, const ith_micro_batch *b, int64_t begin, int64_t end,
-                          double weight_sum)
+/* Labelled rows of a stretch, whose first token is row `row`, with their seeds into the staging
+ * buffers behind n others; returns how many there are then. */
+static int64_t stage_rows(ith_step *s, const ith_micro_batch *b, ith_stretch own, int64_t row,
+                          int64_t n, double weight_sum)
 {
-    int64_t n = 0;
-    for (int64_t t = begin; t < end; t++) {
+    for (int64_t t = own.first; t < own.first + own.count; t++) {
         if (b->labels[t] < 0)
             continue;
         ITH_ASSERT(n < s->config.max_labels);
-        s->host_rows[n] = (int32_t)(t - begin);
+        s->host_rows[n] = (int32_t)(t - own.first + row);
         s->host_labels[n] = b->labels[t];
         s->host_seeds[n++] = (float)((double)b->weights[t] / weight_sum);
     }
     return n;
+}
+
+/* What is of all tokens of the group -> this rank's. */
+static ith_status upload_own(ith_step *s, void *to, const int32_t *all, const ith_stretch *own)
+{
+    ith_device *d = s->ctx->device;
+    ITH_TRY(d->upload(d, to, all + own[0].first, own[0].count * 4, s->ctx->err));
+    return d->upload(d, (int32_t *)to + own[0].count, all + own[1].first, own[1].count * 4,
+                     s->ctx->err);
 }
 
 static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_sum)
@@ -498,9 +512,11 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
     ith_error *err = s->ctx->err;
     ITH_ASSERT(b->num_tokens <= s->config.max_tokens && b->num_docs <= s->config.max_docs);
     ITH_TRY(d->sync(d, err)); /* the staging buffers of the micro-batch before */
-    int64_t begin = ith_cp_begin(s->config.mesh, b->num_tokens),
-            end = ith_cp_end(s->config.mesh, b->num_tokens), tokens = end - begin;
-    int64_t rows = stage_rows(s, b, begin, end, weight_sum), max_len = 0;
+    ith_stretch own[2];
+    ith_cp_stretches(s->config.mesh, b->num_tokens, own);
+    int64_t tokens = own[0].count + own[1].count, max_len = 0;
+    int64_t rows = stage_rows(s, b, own[0], 0, 0, weight_sum);
+    rows = stage_rows(s, b, own[1], own[0].count, rows, weight_sum);
     for (int64_t i = 0; i < b->num_docs; i++)
         max_len = ith_max_i64(max_len, b->cu_seqlens[i + 1] - b->cu_seqlens[i]);
     bind_batch(s, b->num_tokens, tokens, b->num_docs, rows, max_len, b->cu_seqlens);
@@ -520,11 +536,10 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
                           ith_slice_list_size(b->num_docs) * 4, err));
     }
     s->batch.share = (float)(b->weight_sum / weight_sum);
-    ITH_TRY(d->upload(d, s->ids.data, b->ids + begin, tokens * 4, err));
+    ITH_TRY(upload_own(s, s->ids.data, b->ids, own));
     for (int64_t axis = 0; axis < (s->model->has_vision ? 3 : 1); axis++)
-        ITH_TRY(d->upload(d, (int32_t *)s->position_ids.data + axis * tokens,
-                          (b->mrope ? b->mrope + axis * b->num_tokens : b->position_ids) + begin,
-                          tokens * 4, err));
+        ITH_TRY(upload_own(s, (int32_t *)s->position_ids.data + axis * tokens,
+                           b->mrope ? b->mrope + axis * b->num_tokens : b->position_ids, own));
     ITH_TRY(ith_vision_buffers_fill(&s->vision, s->model, s->ctx, b, &s->batch.vision));
     ITH_TRY(d->upload(d, s->cu_seqlens.data, b->cu_seqlens, (b->num_docs + 1) * 4, err));
     ITH_TRY(d->upload(d, s->rows.data, s->host_rows, rows * 4, err));

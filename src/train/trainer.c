@@ -418,7 +418,8 @@ ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_r
         r.save_steps = ith_max_i64(1, (int64_t)((double)t->steps_per_epoch * c->save_epochs));
     ITH_TRY(ith_trainer_agree(t, ith_make_dirs(c->output_dir, err), err));
     if (t->matmul_rate <= 0)
-        ITH_TRY(ith_measure_matmul_rate(&t->session, t->model->dtype, &t->matmul_rate));
+        ITH_TRY(ith_trainer_agree(
+            t, ith_measure_matmul_rate(&t->session, t->model->dtype, &t->matmul_rate), err));
     r.matmul_rate = t->matmul_rate;
     if (t->mesh) /* measured on all at once, as they will run */
         ITH_TRY(alone(t, ith_comm_all_reduce(t->mesh->world, &r.matmul_rate, 1, ITH_F64,

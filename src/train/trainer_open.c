@@ -247,6 +247,19 @@ static ith_step_config step_config(const ith_trainer *t)
     return s;
 }
 
+static ith_status create_model(ith_trainer *t, const ith_step_config *s, ith_dtype dtype,
+                               ith_error *err)
+{
+    const ith_config *c = t->config;
+    ITH_TRY((s->vision.max_patches ? ith_model_create_multimodal : ith_model_create)(
+        &t->model, &t->hf, dtype, s->max_doc_tokens, err));
+    return ith_model_freeze(t->model,
+                            (ith_model_parts){c->freeze_vision_tower,
+                                              c->freeze_multi_modal_projector,
+                                              c->freeze_language_model},
+                            err);
+}
+
 static ith_status open_step(ith_trainer *t, bool plan_only, ith_error *err)
 {
     _Static_assert(ITH_RECOMPUTE_ATTENTION - ITH_RECOMPUTE_NONE == ITH_KEEP_ATTENTION &&
@@ -267,14 +280,7 @@ static ith_status open_step(ith_trainer *t, bool plan_only, ith_error *err)
     for (size_t i = 0; i < sizeof limits / sizeof *limits;
          i++) /* data-parallel ranks have different batches, and one plan */
         ITH_TRY(ith_mesh_max(t->mesh, limits[i], err));
-    const ith_config *c = t->config;
-    ITH_TRY((s.vision.max_patches ? ith_model_create_multimodal : ith_model_create)(
-        &t->model, &t->hf, dtype, s.max_doc_tokens, err));
-    ITH_TRY(
-        ith_model_freeze(t->model,
-                         (ith_model_parts){c->freeze_vision_tower, c->freeze_multi_modal_projector,
-                                           c->freeze_language_model},
-                         err));
+    ITH_TRY(ith_trainer_agree(t, create_model(t, &s, dtype, err), err));
     t->model->aux_coef = (float)(ith_config_is_set(t->config, "router_aux_loss_coef")
                                      ? t->config->router_aux_loss_coef
                                  : t->hf.output_router_logits ? t->hf.router_aux_loss_coef
@@ -312,15 +318,11 @@ static ith_status open_mesh(ith_trainer *t, ith_comm *world, bool plan_only, ith
     else
         ith_mesh_imagine(&t->mesh_store, size, c->cp_size);
     t->mesh = &t->mesh_store;
-    return ITH_OK;
+    return ith_mesh_set_experts(&t->mesh_store, t->layout.ep_size, err);
 }
 
 static ith_status check_mesh(const ith_trainer *t, ith_error *err)
 {
-    if (t->layout.cp_size > t->hf.num_attention_heads)
-        return ith_config_fail(t->config, "cp_size", err,
-                               "%lld is more than num_attention_heads %lld (use at most that many)",
-                               (long long)t->layout.cp_size, (long long)t->hf.num_attention_heads);
     int64_t value_heads = t->hf.linear_num_value_heads;
     if (value_heads > 0 && t->layout.cp_size > value_heads &&
         t->config->linear_cp_mode == ITH_LINEAR_CP_HEADS)
@@ -328,11 +330,55 @@ static ith_status check_mesh(const ith_trainer *t, ith_error *err)
                                "%lld is more than linear_num_value_heads %lld (use at most that "
                                "many, or linear_cp_mode states)",
                                (long long)t->layout.cp_size, (long long)value_heads);
+    const char *ep_key =
+        ith_config_is_set(t->config, "ep_size") ? "ep_size" : "dist_config.ep_size";
+    if (t->layout.ep_size > 1 && t->hf.num_experts == 0)
+        return ith_config_fail(t->config, ep_key, err, "%lld, and %s has no experts (use 1)",
+                               (long long)t->layout.ep_size, t->hf.model_type);
+    if (t->hf.num_experts % t->layout.ep_size != 0)
+        return ith_config_fail(t->config, ep_key, err, "%lld does not divide num_experts %lld",
+                               (long long)t->layout.ep_size, (long long)t->hf.num_experts);
     if (t->mesh && t->config->verify && ith_config_zero_stage(t->config) > 0)
         return ith_config_fail(t->config, "verify", err,
                                "true reads whole buffers, zero_stage %d cuts them (use zero_stage "
                                "0, or false)",
                                ith_config_zero_stage(t->config));
+    return ITH_OK;
+}
+
+/* Attention of cp_size ranks: the scheme that sends least, or the one of cp_mode. */
+static ith_status choose_scheme(ith_trainer *t, ith_error *err)
+{
+    static const ith_ring_wish wishes[] = {ITH_RING_AUTO, ITH_RING_NEVER, ITH_RING_ONLY,
+                                           ITH_RING_MIXED};
+    const ith_config *c = t->config;
+    const ith_hf_config *hf = &t->hf;
+    bool rings = (hf->family == ITH_FAMILY_QWEN3 || hf->family == ITH_FAMILY_QWEN3_MOE) &&
+                 t->session.ctx.backend->attention_merge.run;
+    ith_ring_wish wish = wishes[c->cp_mode];
+    if (t->layout.cp_size == 1)
+        return ITH_OK;
+    if (!rings && (wish == ITH_RING_ONLY || wish == ITH_RING_MIXED))
+        return ith_config_fail(c, "cp_mode", err,
+                               "rings are not built for %s on %s (use auto or ulysses)",
+                               hf->model_type, t->session.ctx.backend->name);
+    if (!rings)
+        wish = ITH_RING_NEVER;
+    int64_t bytes = ith_config_param_dtype(c) == ITH_DTYPE_F32 ? 4 : 2;
+    int64_t u = ith_ring_choose(hf->num_attention_heads, hf->num_key_value_heads, hf->head_dim,
+                                t->layout.cp_size, bytes, wish);
+    if (!u && wish == ITH_RING_MIXED)
+        return ith_config_fail(c, "cp_mode", err,
+                               "hybrid with cp_size %lld: no divisor between 1 and it is at most "
+                               "num_attention_heads %lld (use auto)",
+                               (long long)t->layout.cp_size, (long long)hf->num_attention_heads);
+    if (!u)
+        return ith_config_fail(
+            c, "cp_size", err,
+            "%lld is more than num_attention_heads %lld (use at most that many%s)",
+            (long long)t->layout.cp_size, (long long)hf->num_attention_heads,
+            rings ? ", or cp_mode auto" : "");
+    ith_mesh_set_ulysses(&t->mesh_store, u);
     return ITH_OK;
 }
 
@@ -360,15 +406,22 @@ static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
         return;
     ith_head_share h =
         ith_ulysses_own_share(t->mesh, t->hf.num_attention_heads, t->hf.num_key_value_heads);
+    int64_t u = t->mesh->ulysses_size, rings = ith_ring_size(t->mesh);
+    char scheme[64] = "local", experts[32] = "";
+    if (t->mesh->ep_size > 1)
+        snprintf(experts, sizeof experts, ", ep %lld", (long long)t->mesh->ep_size);
+    if (rings > 1)
+        snprintf(scheme, sizeof scheme, "ulysses %lld x ring %lld", (long long)u, (long long)rings);
+    else if (u > 1)
+        snprintf(scheme, sizeof scheme, "ulysses");
     ith_trainer_say(
         hooks,
-        "ranks: %lld = dp %lld x cp %lld over %s; attention: %s, %lld query and %lld "
+        "ranks: %lld = dp %lld x cp %lld%s over %s; attention: %s, %lld query and %lld "
         "key heads a rank; zero_stage %d; %lld samples a step, %lld micro-batches a rank",
         (long long)t->mesh->world_size, (long long)t->mesh->dp_size, (long long)t->mesh->cp_size,
-        t->mesh->world ? t->mesh->world->driver->name : "-",
-        t->mesh->cp_size > 1 ? "ulysses" : "local", (long long)h.q_count, (long long)h.kv_count,
-        ith_config_zero_stage(t->config), (long long)t->layout.global_batch_size,
-        (long long)t->layout.grad_accum);
+        experts, t->mesh->world ? t->mesh->world->driver->name : "-", scheme, (long long)h.q_count,
+        (long long)h.kv_count, ith_config_zero_stage(t->config),
+        (long long)t->layout.global_batch_size, (long long)t->layout.grad_accum);
 }
 
 /* Rank 0 first: it fills the caches on disk that the others then read. */
@@ -402,6 +455,8 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
         status = check_mesh(t, err);
     if (status == ITH_OK)
         status = open_session(t, plan_only, err);
+    if (status == ITH_OK)
+        status = choose_scheme(t, err);
     ITH_TRY_OUT(ith_trainer_agree(t, status, err));
     ITH_TRY_OUT(ith_trainer_agree(t, open_data_in_turn(t, err), err));
     say_mesh(t, hooks);

@@ -1,7 +1,8 @@
 /* Goal: every family gives the same loss, gradients and updated weights on any number of ranks.
  * Method: each rank first makes one step alone over all documents, then its part of it in a job of
- * dp x cp ranks at each ZeRO stage, linear layers by heads and by states; borders of documents lie
- * on and inside the slices, some ranks have no label, images are in several documents. */
+ * dp x cp ranks at each ZeRO stage, attention by Ulysses, rings and both, linear layers by heads
+ * and by states; borders of documents lie on and inside the slices, some ranks have no label,
+ * images are in several documents. */
 #include "testing.h"
 
 #include <math.h>
@@ -9,6 +10,7 @@
 #include "base/rng.h"
 #include "data/noise.h"
 #include "kernels/session.h"
+#include "parallel/expert_exchange.h"
 #include "train/step.h"
 
 static ith_comm *world;
@@ -22,8 +24,19 @@ static ith_error err;
     " \"linear_conv_kernel_dim\": 4, \"vocab_size\": 50, \"rope_parameters\":"                     \
     " {\"rope_theta\": 10000.0, \"partial_rotary_factor\": 0.5, \"mrope_section\": [2, 1, 1]}"
 
+/* Qwen3 by its heads: those that ranks divide and those that they do not, groups of one to eight
+ * query heads, one kv head for all. */
+#define HEADS(q, kv)                                                                               \
+    {                                                                                              \
+        .name = "qwen3 " #q "/" #kv, .rings = true,                                                \
+        .config = "{\"model_type\": \"qwen3\", \"hidden_size\": 24, \"num_hidden_layers\": 2,"     \
+                  " \"intermediate_size\": 40, \"num_attention_heads\": " #q                       \
+                  ", \"num_key_value_heads\": " #kv ", \"head_dim\": 8, \"vocab_size\": 50,"       \
+                  " \"tie_word_embeddings\": true, \"rope_theta\": 10000.0}"                       \
+    }
+
 #define EXPERTS                                                                                    \
-    "{\"model_type\": \"qwen3_5_moe_text\", \"num_experts\": 5, \"num_experts_per_tok\": 2,"       \
+    "{\"model_type\": \"qwen3_5_moe_text\", \"num_experts\": 6, \"num_experts_per_tok\": 2,"       \
     " \"moe_intermediate_size\": 12, \"shared_expert_intermediate_size\": 20, " LINEAR "}"
 
 #define SEEING                                                                                     \
@@ -37,7 +50,7 @@ static ith_error err;
 
 static const struct family {
     const char *name, *config;
-    bool media, diffusion;
+    bool media, diffusion, rings;
     float aux_coef; /* the balance is that of a micro-batch: it must not be cut by documents */
     ith_model_parts frozen;
     bool few; /* short documents only: slices of a token, and of none */
@@ -70,6 +83,19 @@ static const struct family {
                " \"attention_dropout\": 0.0, \"embedding_dropout\": 0.0, \"output_dropout\": 0.0,"
                " \"moe_router_enable_expert_bias\": false, \"tie_word_embeddings\": false}",
      .diffusion = true},
+    {.name = "qwen3_moe",
+     .config =
+         "{\"model_type\": \"qwen3_moe\", \"hidden_size\": 24, \"num_hidden_layers\": 3,"
+         " \"intermediate_size\": 40, \"num_attention_heads\": 8, \"num_key_value_heads\": 2,"
+         " \"head_dim\": 16, \"vocab_size\": 50, \"tie_word_embeddings\": false,"
+         " \"rope_theta\": 10000.0, \"num_experts\": 8, \"num_experts_per_tok\": 2,"
+         " \"moe_intermediate_size\": 12, \"norm_topk_prob\": true, \"mlp_only_layers\": [1]}"},
+    HEADS(32, 8),
+    HEADS(16, 2),
+    HEADS(9, 3),
+    HEADS(14, 2),
+    HEADS(6, 2),
+    HEADS(8, 1),
 };
 
 /* ---- the batch ---- */
@@ -222,7 +248,8 @@ static void make_batch(batch *x, const struct family *f, const ith_hf_config *co
 /* ---- a step ---- */
 
 typedef struct {
-    int64_t cp;
+    int64_t ep;          /* ranks that share experts; 0: none */
+    int64_t cp, ulysses; /* ulysses: ranks that exchange heads, of cp; the rest is a ring */
     int zero, keep;
     ith_linear_cp linear_cp;
 } layout;
@@ -270,13 +297,19 @@ static float *whole(run *r, ith_tensor flat)
         return out;
     }
     for (int64_t b = 0; b < s->num_blocks; b++) {
+        int64_t first = s->block_first[b], n = s->block_first[b + 1] - first;
+        if (n == 0)
+            continue;
         ith_tensor own = ith_shard_slice(s, b, flat);
-        int64_t first = s->block_first[b];
-        memcpy(out + ith_shard_slice_first(s, b), own.data, (size_t)ith_tensor_bytes(own));
-        assert_ok(
-            ith_shard_gather(s, &r->session.ctx, b,
-                             ith_tensor_1d(out + first, ITH_F32, s->block_first[b + 1] - first)),
-            err);
+        int64_t at = ith_shard_slice_first(s, b) - first;
+        for (int64_t from = 0; from < world->size; from++) { /* everyone's slice to everyone */
+            int64_t each[2] = {at, own.shape[0]};
+            assert_ok(ith_comm_broadcast(world, each, sizeof each, from, &err), err);
+            if (from == world->rank)
+                memcpy(out + first + at, own.data, (size_t)ith_tensor_bytes(own));
+            assert_ok(ith_comm_broadcast(world, out + first + each[0], each[1] * 4, from, &err),
+                      err);
+        }
     }
     return out;
 }
@@ -374,14 +407,232 @@ static void run_layout(const struct family *f, const run *alone, layout l)
     char what[128];
     ith_mesh mesh;
     run r;
-    snprintf(what, sizeof what, "%s, %lld ranks, cp %lld, zero %d, keep %d, linear %d", f->name,
-             (long long)world->size, (long long)l.cp, l.zero, l.keep, (int)l.linear_cp);
+    snprintf(what, sizeof what,
+             "%s, %lld ranks, cp %lld, ulysses %lld, zero %d, keep %d, linear %d", f->name,
+             (long long)world->size, (long long)l.cp, (long long)l.ulysses, l.zero, l.keep,
+             (int)l.linear_cp);
     assert_ok(ith_mesh_open(&mesh, world, l.cp, &err), err);
+    ith_mesh_set_ulysses(&mesh, l.ulysses);
+    if (l.ep)
+        assert_ok(ith_mesh_set_experts(&mesh, l.ep, &err), err);
     open_run(&r, f, &mesh, l);
     make_step(&r, f, mesh.dp_rank, mesh.dp_size);
     compare(&r, alone, what);
     close_run(&r);
     ith_mesh_close(&mesh);
+}
+
+/* Experts on 2, 4, .. ranks, with every way to keep; slices without tokens, too. */
+static void test_shared_experts_are_as_one_rank(void **state)
+{
+    (void)state;
+    int keep = 0;
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
+        run alone;
+        if (families[i].rings)
+            continue;
+        open_run(&alone, &families[i], NULL, (layout){0, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
+        make_step(&alone, &families[i], 0, 1);
+        for (int64_t ep = 2; ep <= world->size; ep++)
+            for (int64_t cp = 1; cp <= world->size; cp += world->size - 1)
+                if (alone.config.num_experts > 0 && alone.config.num_experts % ep == 0 &&
+                    world->size % ep == 0 && (cp == world->size || !families[i].aux_coef))
+                    run_layout(&families[i], &alone,
+                               (layout){ep, cp, cp, 3, keep++ % 3, ITH_LINEAR_AUTO});
+        close_run(&alone);
+    }
+}
+
+/* Goal: rows reach the experts that they are for, in any number of rounds, and come back to their
+ * places. Method: rows name their rank, place and expert; the function checks and negates them. */
+enum { ROWS = 10, EXPERTS_EACH = 3, WIDTH = 5 };
+
+typedef struct {
+    int64_t calls, rows;
+} seen;
+
+static ith_status negate(void *arg, ith_ctx *ctx, const ith_expert_round *r)
+{
+    seen *x = arg;
+    const int32_t *offsets = r->offsets.data;
+    if (ith_ctx_counting(ctx))
+        return ITH_OK;
+    x->calls++;
+    x->rows += r->in[0].shape[0];
+    for (int e = 0; e < EXPERTS_EACH; e++)
+        for (int64_t i = offsets[e]; i < offsets[e + 1]; i++)
+            for (int64_t d = 0; d < WIDTH; d++) {
+                float v = ((const float *)r->in[0].data)[i * WIDTH + d];
+                assert_int_equal((int64_t)v % 100, world->rank * EXPERTS_EACH + e);
+                ((float *)r->out.data)[i * WIDTH + d] = -v;
+            }
+    assert_int_equal(offsets[EXPERTS_EACH], r->in[0].shape[0]);
+    return ITH_OK;
+}
+
+/* kind 0: evenly; 1: all to the last expert; 2: ranks bring 0, 1, .. rows to some. */
+static void send_rows(const ith_mesh *mesh, ith_ctx *ctx, int kind, seen *x)
+{
+    int64_t experts = world->size * EXPERTS_EACH, rows = kind == 2 ? world->rank % ROWS : ROWS;
+    bool runs = !ith_ctx_counting(ctx);
+    ith_tensor in, out, offsets;
+    rows = runs ? rows : ROWS;
+    assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_F32, 2, rows, WIDTH, 1, 1, &in),
+              err);
+    assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_F32, 2, rows, WIDTH, 1, 1, &out),
+              err);
+    assert_ok(
+        ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_I32, 1, experts + 1, 1, 1, 1, &offsets),
+        err);
+    for (int64_t e = 0, n = 0; runs && e <= experts; e++) {
+        int64_t end = e == experts ? rows
+                      : kind == 1  ? (e == experts - 1 ? rows : 0)
+                      : kind == 2  ? rows * (e + 1) * (e + 1) / experts / experts
+                                   : rows * (e + 1) / experts;
+        ((int32_t *)offsets.data)[e] = (int32_t)n;
+        for (; n < end; n++)
+            for (int64_t d = 0; d < WIDTH; d++)
+                ((float *)in.data)[n * WIDTH + d] =
+                    (float)(((world->rank * ROWS + n) * WIDTH + d) * 100 + e);
+    }
+    assert_ok(ith_expert_rounds(mesh, ctx, &in, 1, offsets, out, negate, x), err);
+    for (int64_t i = 0; runs && i < rows * WIDTH; i++)
+        assert_true(((float *)out.data)[i] == -((float *)in.data)[i]);
+}
+
+static void test_rows_of_experts_come_back(void **state)
+{
+    (void)state;
+    ith_mesh mesh;
+    ith_ctx ctx = ith_ctx_host(ith_backend_cpu(), NULL, &err);
+    if (world->size == 1)
+        return;
+    assert_ok(ith_mesh_open(&mesh, world, 1, &err), err);
+    assert_ok(ith_mesh_set_experts(&mesh, world->size, &err), err);
+    for (int kind = 0; kind < 3; kind++) {
+        seen x = {0, 0};
+        assert_ok(ith_plan_create(&ctx.plan, ctx.device, &err), err);
+        send_rows(&mesh, &ctx, kind, &x);
+        for (int c = 0; c < ITH_MEM_CLASSES; c++)
+            ith_plan_release(ctx.plan, (ith_mem_class)c, 0);
+        assert_ok(ith_plan_commit(ctx.plan, &err), err);
+        int64_t sent = mesh.ep->bytes_sent;
+        send_rows(&mesh, &ctx, kind, &x);
+        sent = mesh.ep->bytes_sent - sent;
+        if (kind == 1) { /* one rank has all rows, in as many rounds as its buffers need */
+            bool last = world->rank == world->size - 1;
+            int64_t p = world->size, counts = (p - 1) * (p * EXPERTS_EACH + 1) * 4;
+            assert_int_equal(x.rows, last ? p * ROWS : 0);
+            assert_int_equal(x.calls, ith_div_ceil(p * ROWS, ROWS + ROWS / 4));
+            assert_int_equal(sent, counts + (last ? p - 1 : 1) * ROWS * WIDTH * 4);
+        }
+        ith_plan_destroy(ctx.plan);
+    }
+    ith_mesh_close(&mesh);
+}
+
+/* Every division of the group in Ulysses and ring, with every stage and every way to keep. */
+static void test_rings_are_as_one_rank(void **state)
+{
+    (void)state;
+    int zero = 0, keep = 0;
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
+        run alone;
+        if (!families[i].rings)
+            continue;
+        open_run(&alone, &families[i], NULL, (layout){0, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
+        make_step(&alone, &families[i], 0, 1);
+        for (int64_t cp = world->size; cp > 1; cp = world->size % 4 == 0 && cp > 4 ? cp / 2 : 1)
+            for (int64_t u = 1; u <= cp && u <= alone.config.num_attention_heads; u++)
+                if (cp % u == 0)
+                    run_layout(&families[i], &alone,
+                               (layout){0, cp, u, zero++ % 4, keep++ % 3, ITH_LINEAR_AUTO});
+        close_run(&alone);
+    }
+}
+
+/* Goal: a ring sends what the formula says, and the plan knows its memory. */
+static void walk_ring(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, int64_t *sent)
+{
+    enum { HEADS_Q = 4, HEADS_KV = 2, DIM = 8 };
+    static const int32_t cu[] = {0, 5, 5, 40, 48};
+    const int64_t rows = n / mesh->cp_size, counts[] = {HEADS_Q, HEADS_KV, HEADS_KV};
+    ith_tensor t[8], lse, docs;
+    for (int i = 0; i < 8; i++)
+        assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_F32, 3, rows,
+                               i < 6 ? counts[i % 3] : HEADS_Q, DIM, 1, &t[i]),
+                  err);
+    assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_F32, 2, rows, HEADS_Q, 1, 1, &lse),
+              err);
+    assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_I32, 1, 5, 1, 1, 1, &docs), err);
+    for (int i = 0; i < 8 && !ith_ctx_counting(ctx); i++)
+        for (int64_t k = 0; k < ith_numel(t[i]); k++)
+            ((float *)t[i].data)[k] = sinf((float)(k + i));
+    ith_seqs seqs = {.cu_seqlens = docs, .cu_host = cu, .num_docs = 4, .max_len = 35};
+    sent[0] = -mesh->cp->bytes_sent;
+    assert_ok(ith_ring_attention_forward(mesh, ctx, n, t[6], lse, (ith_qkv){t[0], t[1], t[2]}, seqs,
+                                         0.3F),
+              err);
+    sent[0] += mesh->cp->bytes_sent;
+    sent[1] = -mesh->cp->bytes_sent;
+    assert_ok(ith_ring_attention_backward(mesh, ctx, n, (ith_qkv){t[3], t[4], t[5]}, t[7],
+                                          (ith_qkv){t[0], t[1], t[2]}, t[6], lse, seqs, 0.3F),
+              err);
+    sent[1] += mesh->cp->bytes_sent;
+    int64_t unit = (mesh->cp_size - 1) * rows * 2 * HEADS_KV * DIM;
+    if (!ith_ctx_counting(ctx)) {
+        assert_int_equal(sent[0], unit * 4);
+        assert_int_equal(sent[1], unit * (4 + 4));
+    }
+}
+
+static void test_a_ring_sends_what_the_formula_says(void **state)
+{
+    (void)state;
+    ith_mesh mesh;
+    ith_ctx ctx = ith_ctx_host(ith_backend_cpu(), NULL, &err);
+    int64_t n = 48, sent[2];
+    if (n % world->size != 0 || world->size == 1)
+        return;
+    assert_ok(ith_mesh_open(&mesh, world, world->size, &err), err);
+    ith_mesh_set_ulysses(&mesh, 1);
+    assert_ok(ith_plan_create(&ctx.plan, ctx.device, &err), err);
+    walk_ring(&mesh, &ctx, n, sent);
+    for (int c = 0; c < ITH_MEM_CLASSES; c++)
+        ith_plan_release(ctx.plan, (ith_mem_class)c, 0);
+    assert_ok(ith_plan_commit(ctx.plan, &err), err);
+    walk_ring(&mesh, &ctx, n, sent);
+    for (int c = 0; c < ITH_MEM_CLASSES; c++) /* only a long document fills the rectangles */
+        assert_true(ith_plan_high(ctx.plan, (ith_mem_class)c) <=
+                    ith_plan_peak(ctx.plan, (ith_mem_class)c));
+    ith_plan_destroy(ctx.plan);
+    ith_mesh_close(&mesh);
+}
+
+/* Goal: the choice follows bytes and even heads. */
+static void test_the_cheapest_scheme_is_chosen(void **state)
+{
+    (void)state;
+    static const struct {
+        int64_t q, kv, cp, e;
+        ith_ring_wish wish;
+        int64_t ulysses;
+    } cases[] = {
+        {32, 8, 8, 2, ITH_RING_AUTO, 8}, {32, 8, 64, 2, ITH_RING_AUTO, 32},
+        {16, 2, 2, 2, ITH_RING_AUTO, 1}, {16, 2, 8, 2, ITH_RING_AUTO, 8},
+        {9, 3, 2, 4, ITH_RING_AUTO, 1}, /* 3 and 6 heads are uneven */
+        {4, 4, 8, 4, ITH_RING_AUTO, 4},  {8, 8, 8, 4, ITH_RING_ONLY, 1},
+        {8, 8, 8, 4, ITH_RING_MIXED, 4}, {8, 8, 2, 4, ITH_RING_MIXED, 0},
+        {4, 4, 8, 4, ITH_RING_NEVER, 0}, {9, 3, 2, 4, ITH_RING_NEVER, 2},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int64_t u =
+            ith_ring_choose(cases[i].q, cases[i].kv, 128, cases[i].cp, cases[i].e, cases[i].wish);
+        if (u != cases[i].ulysses)
+            fail_msg("heads %lld/%lld on %lld ranks: ulysses %lld, expected %lld",
+                     (long long)cases[i].q, (long long)cases[i].kv, (long long)cases[i].cp,
+                     (long long)u, (long long)cases[i].ulysses);
+    }
 }
 
 static const int keeps[] = {ITH_KEEP_ALL, ITH_KEEP_ATTENTION, ITH_KEEP_INPUT, ITH_KEEP_INPUT};
@@ -391,18 +642,21 @@ static void test_all_layouts_are_as_one_rank(void **state)
     (void)state;
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         run alone;
-        open_run(&alone, &families[i], NULL, (layout){1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
+        if (families[i].rings)
+            continue;
+        open_run(&alone, &families[i], NULL, (layout){0, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
         make_step(&alone, &families[i], 0, 1);
-        for (int64_t cp = 1; cp <= world->size; cp++)
+        for (int64_t cp = 1; cp <= world->size && cp <= alone.config.num_attention_heads; cp++)
             for (int zero = 0; zero <= 3 && world->size % cp == 0; zero++) {
                 bool all =
                     cp == world->size; /* of the mixed ones a stage each, another per family */
                 if (all ? zero % 3 : families[i].aux_coef > 0 || (cp + (int64_t)i) % 4 != zero)
                     continue;
-                run_layout(&families[i], &alone, (layout){cp, zero, keeps[zero], ITH_LINEAR_HEADS});
+                run_layout(&families[i], &alone,
+                           (layout){0, cp, cp, zero, keeps[zero], ITH_LINEAR_HEADS});
                 if (cp > 1 && !families[i].diffusion)
                     run_layout(&families[i], &alone,
-                               (layout){cp, zero, keeps[zero], ITH_LINEAR_STATES});
+                               (layout){0, cp, cp, zero, keeps[zero], ITH_LINEAR_STATES});
             }
         close_run(&alone);
     }
@@ -427,6 +681,11 @@ static void test_the_cheaper_way(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_all_layouts_are_as_one_rank),
+                                       cmocka_unit_test(test_rings_are_as_one_rank),
+                                       cmocka_unit_test(test_shared_experts_are_as_one_rank),
+                                       cmocka_unit_test(test_rows_of_experts_come_back),
+                                       cmocka_unit_test(test_a_ring_sends_what_the_formula_says),
+                                       cmocka_unit_test(test_the_cheapest_scheme_is_chosen),
                                        cmocka_unit_test(test_the_cheaper_way)};
     if (ith_comm_open_world(&world, 120, &err) != ITH_OK) {
         fprintf(stderr, "%s\n", err.text);

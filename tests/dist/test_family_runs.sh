@@ -74,9 +74,9 @@ family() {
     same "$name-on" "$name"
 }
 
-family qwen qwen3_5 "dp_size=2 cp_size=2 zero_stage=3" batching_strategy=packing
+family qwen qwen3_5 "dp_size=2 cp_size=2 ep_size=2" batching_strategy=packing
 family blocks llada2 "dp_size=2 cp_size=2 zero_stage=2" diffusion_config.name=block_diffusion diffusion_config.block_size=8
-family random llada2 "cp_size=4" diffusion_config.name=random_mask diffusion_config.normalizer=micro_batch
+family random llada2 "cp_size=4 ep_size=4" diffusion_config.name=random_mask diffusion_config.normalizer=micro_batch
 # means of micro-batches depend on what is in one: one sample
 family means llada2 "dp_size=4 zero_stage=1" micro_batch_size=1 diffusion_config.name=block_diffusion diffusion_config.normalizer=micro_batch
 
@@ -99,6 +99,10 @@ fi
 train wrong qwen3_5 cp_size=8
 [ $? = 2 ] && grep -q "^error: .*cp_size: 8 is more than num_attention_heads 4" "$work/wrong.out" ||
     { fail "cp_size 8"; tail -3 "$work/wrong.out"; }
+
+train wrong qwen3_5 ep_size=3 global_batch_size=6
+[ $? = 2 ] && grep -q "^error: .*ep_size: 3 does not divide num_experts 8" "$work/wrong.out" ||
+    { fail "ep_size 3"; tail -3 "$work/wrong.out"; }
 
 [ $failures = 0 ] && echo "all layouts agree"
 exit $((failures > 0))

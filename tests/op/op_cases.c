@@ -357,6 +357,56 @@ static ith_status attention_backward(op_run *r, const int64_t *a)
                                   a[ATT_CAUSAL] != 0);
 }
 
+/* Rectangles: all queries see all keys; results in f32. */
+enum { RECT_Q, RECT_K, RECT_HQ, RECT_HKV, RECT_DH };
+
+static ith_status attention_rectangle(op_run *r, const int64_t *a, bool backward)
+{
+    int32_t cu[] = {0, (int32_t)a[RECT_Q]};
+    ith_seqs seqs = {.num_docs = 1, .max_len = ith_max_i64(a[RECT_Q], a[RECT_K])};
+    seqs.cu_seqlens = op_ints(r, "cu_seqlens", cu, OP_VECTOR, 2);
+    seqs.cu_host = op_host_ints(r, seqs.cu_seqlens);
+    int64_t hq = a[RECT_HQ], hkv = a[RECT_HKV], dim = a[RECT_DH];
+    ith_tensor q = heads(r, OP_IN, OP_ACT, "q", op_normal, a[RECT_Q], hq, dim, 0);
+    ith_tensor k = heads(r, OP_IN, OP_ACT, "k", op_normal, a[RECT_K], hkv, dim, 0);
+    ith_tensor v = heads(r, OP_IN, OP_ACT, "v", op_normal, a[RECT_K], hkv, dim, 0);
+    ith_tensor o = heads(r, OP_OUT, backward ? OP_ACT : OP_STAT, "o", NULL, a[RECT_Q], hq, dim, 0);
+    ith_tensor lse = matrix(r, OP_OPAQUE, OP_STAT, "lse", NULL, a[RECT_Q], hq, 0);
+    ith_tensor do_, dq, dk, dv;
+    if (backward) {
+        do_ = heads(r, OP_IN, OP_ACT, "do", op_normal, a[RECT_Q], hq, dim, 0);
+        dq = heads(r, OP_OUT, OP_STAT, "dq", NULL, a[RECT_Q], hq, dim, 0);
+        dk = heads(r, OP_OUT, OP_STAT, "dk", NULL, a[RECT_K], hkv, dim, 0);
+        dv = heads(r, OP_OUT, OP_STAT, "dv", NULL, a[RECT_K], hkv, dim, 0);
+    }
+    OP_READY(r);
+    float scale = 1 / sqrtf((float)dim);
+    ITH_TRY(ith_attention_forward(r->ctx, o, lse, q, k, v, seqs, scale, false));
+    return backward ? ith_attention_backward(r->ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
+                                             false)
+                    : ITH_OK;
+}
+
+static ith_status attention_rectangle_forward(op_run *r, const int64_t *a)
+{
+    return attention_rectangle(r, a, false);
+}
+
+static ith_status attention_rectangle_backward(op_run *r, const int64_t *a)
+{
+    return attention_rectangle(r, a, true);
+}
+
+static ith_status attention_merge(op_run *r, const int64_t *a)
+{
+    ith_tensor o = heads(r, OP_INOUT, OP_STAT, "o", op_normal, a[0], a[1], a[2], 0);
+    ith_tensor lse = matrix(r, OP_INOUT, OP_STAT, "lse", op_normal, a[0], a[1], 0);
+    ith_tensor part = heads(r, OP_IN, OP_STAT, "part_o", op_normal, a[0], a[1], a[2], 0);
+    ith_tensor part_lse = matrix(r, OP_IN, OP_STAT, "part_lse", op_normal, a[0], a[1], 0);
+    OP_READY(r);
+    return ith_attention_merge(r->ctx, o, lse, part, part_lse);
+}
+
 /* Block diffusion: documents [noisy; clean] whose noisy part holds every `keep`-th block; keep 0:
  * no noisy rows, blocks alone. */
 enum { BLK_DOCS, BLK_SIZE, BLK_KEEP, BLK_HQ, BLK_HKV, BLK_DH, BLK_PAD };
@@ -881,6 +931,9 @@ static ith_status adamw(op_run *r, const int64_t *a)
  * off by 2 to 3e-3 of their root mean square, dg and dbeta, which are f32, by up to 3.7e-3; single
  * elements by half as much again. */
 #define FLOOR_DELTA 6e-3
+/* With f32 results the plain reference rounds nothing: these roundings stand alone in the bound,
+ * where for bf16 results twice the rounding of the output stands beside them. */
+#define FLOOR_PARTS 4e-3
 
 #include "op_cases_gdn.inc"
 
@@ -900,6 +953,9 @@ FAMILY(attention_forward, false, FLOOR_ATTENTION, "docs Hq Hkv Dh causal pad")
 FAMILY(attention_backward, false, FLOOR_ATTENTION, "docs Hq Hkv Dh causal pad")
 FAMILY(attention_blocks_forward, false, FLOOR_ATTENTION, "docs block keep Hq Hkv Dh pad")
 FAMILY(attention_blocks_backward, false, FLOOR_ATTENTION, "docs block keep Hq Hkv Dh pad")
+FAMILY(attention_rectangle_forward, false, FLOOR_ATTENTION, "Q K Hq Hkv Dh")
+FAMILY(attention_rectangle_backward, false, FLOOR_PARTS, "Q K Hq Hkv Dh")
+FAMILY(attention_merge, false, FLOOR, "T Hq Dh")
 FAMILY(attention_decode, false, FLOOR_ATTENTION, "B new C Hq Hkv Dh")
 FAMILY(swiglu_forward, false, FLOOR, "T I pad")
 FAMILY(swiglu_backward, false, FLOOR, "T I pad h alias")

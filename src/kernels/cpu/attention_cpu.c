@@ -1,5 +1,7 @@
 /* attention_cpu.c - attention entries of the CPU table: scratch and tasks; the work is in
  * attention_impl.h. */
+#include <math.h>
+
 #include "kernels/cpu/cpu_internal.h"
 
 /* Columns of a tile: enough to pay for packing its keys. */
@@ -85,6 +87,39 @@ static ith_status backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tenso
     return ITH_OK;
 }
 
+typedef struct {
+    float *o, *lse;
+    const float *part_o, *part_lse;
+    int64_t dim;
+} merge;
+
+/* Index = row * Hq + head. */
+static void merge_heads(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const merge *m = arg;
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        float x = m->lse[i], y = m->part_lse[i], max = x > y ? x : y;
+        float a = expf(x - max), b = expf(y - max);
+        float *restrict o = m->o + i * m->dim;
+        const float *restrict p = m->part_o + i * m->dim;
+        for (int64_t d = 0; d < m->dim; d++)
+            o[d] = (a * o[d] + b * p[d]) / (a + b);
+        m->lse[i] = max + logf(a + b);
+    }
+}
+
+static ith_status merge_parts(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor part_o,
+                              ith_tensor part_lse)
+{
+    if (o.dtype == ITH_F64 || !ith_is_contiguous(o) || !ith_is_contiguous(part_o) ||
+        !ith_is_contiguous(lse) || !ith_is_contiguous(part_lse))
+        return ith_backend_ref()->attention_merge.run(ctx, o, lse, part_o, part_lse);
+    merge m = {o.data, lse.data, part_o.data, part_lse.data, o.shape[2]};
+    ith_pool_for(ctx->pool, o.shape[0] * o.shape[1], 64, merge_heads, &m);
+    return ITH_OK;
+}
+
 static int64_t decode_bytes(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
                             ith_tensor v_cache, ith_tensor lengths, float scale)
 {
@@ -117,6 +152,7 @@ void ith_cpu_fill_attention(ith_backend *b)
     b->attention_forward.workspace = forward_bytes;
     b->attention_backward.run = backward;
     b->attention_backward.workspace = backward_bytes;
+    b->attention_merge.run = merge_parts;
     b->attention_decode.run = decode;
     b->attention_decode.workspace = decode_bytes;
 }

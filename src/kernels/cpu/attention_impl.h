@@ -20,6 +20,7 @@ typedef struct {
     int64_t kv_head, pad, cols;     /* pad: columns of one head; cols = group * pad */
     int64_t i0, num_q;              /* query positions of this tile, within the document */
     int64_t kd_dim, dim_ld;
+    int64_t keys;  /* of the document: len, or in a rectangle all that k has */
     int64_t noisy; /* rows of the document's noisy part */
     /* Keys that a query position sees: [lo[i], hi[i]), noisy stretch, then clean one: [2*pad]. Of a
      * stretch: all keys that any of them sees, and those that all of them see. */
@@ -31,7 +32,7 @@ typedef struct {
     uint32_t *qp, *dop, *kp, *vp, *ktp, *p; /* packed operands */
     uint32_t *q_of, *do_of, *side;          /* backward: packed by queries; transposed P or dS */
     void *pt, *dst; /* backward: P and dS, [KV_BLOCK, cols] of the operand type */
-    float *dk, *dv; /* backward: [len, dim_ld] */
+    float *dk, *dv; /* backward: [keys, dim_ld] */
 } flash;
 
 static int64_t flash_layout(const ith_cpu_attention *a, flash *f, char *base, bool backward)
@@ -144,11 +145,12 @@ INLINE void flash_put(const flash *f, uint32_t *dst, int64_t kd, int64_t row, in
     }
 }
 
-/* Begin, length and noisy rows of a document. */
+/* Begin, length, keys and noisy rows of a document. */
 static void flash_document(const ith_cpu_attention *a, flash *f, int64_t doc)
 {
     f->begin = a->seqs.cu_host[doc];
     f->len = a->seqs.cu_host[doc + 1] - f->begin;
+    f->keys = a->k.shape[0] != a->q.shape[0] ? a->k.shape[0] : f->len;
     f->noisy = a->seqs.noisy_host ? a->seqs.noisy_host[doc] : 0;
 }
 
@@ -157,13 +159,13 @@ static void flash_document(const ith_cpu_attention *a, flash *f, int64_t doc)
 static void flash_limits(const ith_cpu_attention *a, flash *f)
 {
     for (int part = 0; part < 2; part++) {
-        f->any_lo[part] = f->all_hi[part] = f->len;
+        f->any_lo[part] = f->all_hi[part] = f->keys;
         f->any_hi[part] = f->all_lo[part] = 0;
     }
     for (int64_t i = 0; i < f->pad; i++) {
         int64_t row = f->i0 + ith_min_i64(i, f->num_q - 1);
         int64_t position = row < f->noisy ? a->seqs.position_host[f->begin + row] : 0;
-        ith_key_range r = ith_keys_seen(a->seqs.block, a->causal, f->len, f->noisy, row, position);
+        ith_key_range r = ith_keys_seen(a->seqs.block, a->causal, f->keys, f->noisy, row, position);
         for (int part = 0; part < 2; part++) {
             f->lo[part * f->pad + i] = (int32_t)r.lo[part];
             f->hi[part * f->pad + i] = (int32_t)r.hi[part];
@@ -418,13 +420,13 @@ static void attention_backward(void *arg, int64_t begin, int64_t end, int thread
         int64_t doc = index / a->k.shape[1];
         f.kv_head = index % a->k.shape[1];
         flash_document(a, &f, doc);
-        memset(f.dk, 0, (size_t)(f.len * f.dim_ld) * 4);
-        memset(f.dv, 0, (size_t)(f.len * f.dim_ld) * 4);
+        memset(f.dk, 0, (size_t)(f.keys * f.dim_ld) * 4);
+        memset(f.dv, 0, (size_t)(f.keys * f.dim_ld) * 4);
         for (f.i0 = 0; f.i0 < f.len; f.i0 += a->q_block) {
             f.num_q = ith_min_i64(a->q_block, f.len - f.i0);
             flash_backward_tile(a, &f);
         }
-        for (int64_t j = 0; j < f.len; j++) {
+        for (int64_t j = 0; j < f.keys; j++) {
             int64_t size = ith_dtype_bytes(a->dk.dtype), t = f.begin + j, h = f.kv_head;
             char *dk = (char *)a->dk.data + (t * a->dk.stride[0] + h * a->dk.stride[1]) * size;
             char *dv = (char *)a->dv.data + (t * a->dv.stride[0] + h * a->dv.stride[1]) * size;

@@ -54,6 +54,8 @@ PICK(attention_backward, q,
      (ith_ctx * ctx, ith_t_ dq, ith_t_ dk, ith_t_ dv, ith_t_ do_, ith_t_ q, ith_t_ k, ith_t_ v,
       ith_t_ o, ith_t_ lse, ith_seqs seqs, float scale, bool causal),
      (ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale, causal))
+PICK_RUN(attention_merge, o, (ith_ctx * ctx, ith_t_ o, ith_t_ lse, ith_t_ part_o, ith_t_ part_lse),
+         (ctx, o, lse, part_o, part_lse))
 PICK(attention_decode, q,
      (ith_ctx * ctx, ith_t_ o, ith_t_ q, ith_t_ k_cache, ith_t_ v_cache, ith_t_ lengths,
       float scale),
@@ -278,6 +280,7 @@ const ith_backend *ith_backend_ref(void)
         .linear_backward_weight = {linear_backward_weight, NULL},
         .attention_forward = {attention_forward, attention_forward_workspace},
         .attention_backward = {attention_backward, attention_backward_workspace},
+        .attention_merge = {attention_merge, NULL},
         .attention_decode = {attention_decode, attention_decode_workspace},
         .swiglu_forward = {swiglu_forward, NULL},
         .swiglu_backward = {swiglu_backward, NULL},

@@ -164,7 +164,8 @@ static void test_mistakes_are_exact_lines(void **state)
         {"bf16: 1", "f.yaml:1:7: bf16: found 1 (use true or false)"},
         {"flash_attn: fa3", "f.yaml:1:13: flash_attn: found text 'fa3' (use one of eager, sdpa, "
                             "flash_attention_2)"},
-        {"cp_mode: ring", "f.yaml:1:10: cp_mode: found text 'ring' (use one of ulysses)"},
+        {"cp_mode: round",
+         "f.yaml:1:10: cp_mode: found text 'round' (use one of auto, ulysses, ring, hybrid)"},
         {"model: [a]", "f.yaml:1:8: model: found a list (use text)"},
         {"memory_limit: 3 apples",
          "f.yaml:1:15: memory_limit: found text '3 apples' (use a size such as 16GiB, 4GB, 512MB "
@@ -314,8 +315,6 @@ static void test_missing_features_are_one_line(void **state)
                                                   "(adapters and partial training; use null)"},
         {"quant_config: {name: bnb}",
          "f.yaml:1:22: quant_config: bnb is not built yet (quantized base weights; use null)"},
-        {"dist_config: {name: fsdpturbo, ep_size: 16}",
-         "f.yaml:1:41: dist_config.ep_size: expert parallelism is not built yet (use 1)"},
         {"dist_config: {name: fsdp2, offload_params: true}",
          "f.yaml:1:44: dist_config.offload_params: true is not built yet (weights kept in host "
          "memory; use false)"},
@@ -476,6 +475,8 @@ static void test_trl_mistakes_are_named(void **state)
     assert_error("dataset_name: d\noptim: lion\n",
                  "f.yaml:2:8: optim: found text 'lion' (use adamw_torch, adamw_torch_fused, adamw: "
                  "other optimizers are not built)");
+    assert_error("ep_size: 2\nzero_stage: 1\n",
+                 "f.yaml:2:13: zero_stage: found 1 beside ep_size 2 (use 3)");
     assert_error("gradient_accumulation_steps: 2\nglobal_batch_size: 8\n",
                  "f.yaml:1:30: gradient_accumulation_steps: found beside global_batch_size (keep "
                  "one of them)");
