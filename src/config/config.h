@@ -171,6 +171,7 @@ typedef struct {
 /* Sizes of the run that depend on the number of processes; see ith_config_resolve_layout. */
 typedef struct {
     int64_t world_size, dp_size, cp_size, ep_size;
+    int64_t shard_size; /* processes that share one copy of what zero_stage cuts */
     int64_t global_batch_size; /* samples per optimizer step, all ranks */
     int64_t grad_accum;        /* micro-batches per optimizer step and data-parallel rank */
 } ith_config_layout;

@@ -176,14 +176,6 @@ static bool is_deepspeed(const ith_config *c)
 {
     return c->dist.name == ITH_DIST_DEEPSPEED;
 }
-static bool is_replicated(const ith_config *c)
-{
-    return c->mp_replicate_size > 1;
-}
-static bool is_sharded(const ith_config *c)
-{
-    return c->mp_shard_size > 1;
-}
 static bool is_vllm(const ith_config *c)
 {
     return c->sample_backend == ITH_SAMPLE_VLLM;
@@ -196,8 +188,6 @@ static const struct {
 } missing_features[] = {
     {"optim_config", is_muon, "muon is not built yet (use adamw)"},
     {"dist_config", is_deepspeed, "DeepSpeed files are not read yet (leave dist_config out)"},
-    {"mp_replicate_size", is_replicated, "more than one process is not built yet (use 1)"},
-    {"mp_shard_size", is_sharded, "more than one process is not built yet (use 1)"},
     {"sample_backend", is_vllm, "vllm is not here (use hf: the program generates by itself)"},
 };
 
@@ -290,6 +280,7 @@ ith_status ith_config_resolve_layout(const ith_config *config, int64_t world_siz
                                "%lld * mp_replicate_size is not the number of processes %lld "
                                "(use %lld)",
                                (long long)config->mp_shard_size, world, (long long)shard);
+    layout.shard_size = shard;
     int64_t pass = 0;
     if (!ith_mul_ok(layout.dp_size, config->micro_batch_size, &pass))
         return ith_config_fail(config, "micro_batch_size", err, "found a number that is too large");

@@ -301,7 +301,7 @@ const config_row ith_config_rows[] = {
  .help = "How linear attention (Gated DeltaNet) shares a sequence: heads exchanges sequence parts for "
          "heads, states passes states between the parts; auto takes the cheaper."},
 {"mp_replicate_size", MACHINE, KEY_INT, AT(mp_replicate_size), "1", AT_LEAST(1),
- .help = "Number of full copies of the sharded model."},
+ .help = "Copies of what zero_stage divides: each is divided among mp_shard_size neighbours."},
 {"mp_shard_size", MACHINE, KEY_INT, AT(mp_shard_size), "null", AT_LEAST(1), .nullable = true,
  .help = "Processes that share one copy; null: the rest."},
 {"dist_timeout", MACHINE, KEY_INT, AT(dist_timeout), "18000", AT_LEAST(1),

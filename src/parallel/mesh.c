@@ -30,6 +30,7 @@ void ith_mesh_imagine(ith_mesh *mesh, int64_t world_size, int64_t cp_size)
     mesh->world_size = world_size;
     mesh->cp_size = mesh->ulysses_size = cp_size;
     mesh->ep_size = 1;
+    mesh->shard_size = world_size;
     mesh->dp_size = world_size / cp_size;
 }
 
@@ -43,6 +44,16 @@ ith_status ith_mesh_set_experts(ith_mesh *mesh, int64_t ep_size, ith_error *err)
         ith_alloc_zero((void **)&mesh->ep_lists, 4 * ep_size, sizeof *mesh->ep_lists, "mesh", err));
     ITH_TRY(ith_comm_split(mesh->world, mesh->world->rank / ep_size, &mesh->ep, err));
     return ith_comm_split(mesh->world, mesh->world->rank % ep_size, &mesh->edp, err);
+}
+
+ith_status ith_mesh_set_shard(ith_mesh *mesh, int64_t shard_size, ith_error *err)
+{
+    ITH_ASSERT(shard_size >= 1 && mesh->world_size % shard_size == 0 && !mesh->shard);
+    mesh->shard_size = shard_size;
+    if (!mesh->world || shard_size == mesh->world_size)
+        return ITH_OK;
+    ITH_TRY(ith_comm_split(mesh->world, mesh->world->rank / shard_size, &mesh->shard, err));
+    return ith_comm_split(mesh->world, mesh->world->rank % shard_size, &mesh->replicas, err);
 }
 
 void ith_mesh_set_ulysses(ith_mesh *mesh, int64_t ulysses_size)
@@ -98,6 +109,8 @@ void ith_mesh_close(ith_mesh *mesh)
     ith_comm_close(mesh->dp);
     ith_comm_close(mesh->ep);
     ith_comm_close(mesh->edp);
+    ith_comm_close(mesh->shard);
+    ith_comm_close(mesh->replicas);
     ith_free(mesh->lists);
     ith_free(mesh->ep_lists);
     memset(mesh, 0, sizeof *mesh);

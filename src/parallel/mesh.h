@@ -17,7 +17,11 @@ typedef struct {
      * edp are the ranks with the same experts. 1 and NULL: none. */
     int64_t ep_size;
     ith_comm *ep, *edp;
-    int64_t *ep_lists;    /* [4 * ep_size] of the exchanges of expert_exchange.c */
+    int64_t *ep_lists; /* [4 * ep_size] of the exchanges of expert_exchange.c */
+    /* What ZeRO cuts is cut among shard_size neighbours of the world, and copied to the others:
+     * replicas are the ranks with the same slice. All of the world and NULL: no copies. */
+    int64_t shard_size;
+    ith_comm *shard, *replicas;
     int64_t ulysses_size; /* neighbours of cp that exchange heads; cp_size over it is a ring */
     int64_t *lists;       /* [4 * cp_size] of the exchanges of ulysses.c */
 } ith_mesh;
@@ -28,12 +32,14 @@ void ith_mesh_close(ith_mesh *mesh); /* also of a zeroed one */
 /* Collective over world, after open: ep_size divides the number of ranks. Of an imagined mesh,
  * sizes. */
 ith_status ith_mesh_set_experts(ith_mesh *mesh, int64_t ep_size, ith_error *err);
+/* Collective over world, after open: shard_size divides the number of ranks. */
+ith_status ith_mesh_set_shard(ith_mesh *mesh, int64_t shard_size, ith_error *err);
 /* Neighbours that exchange heads: divides cp_size; until then all of it. */
 void ith_mesh_set_ulysses(ith_mesh *mesh, int64_t ulysses_size);
 /* Rank 0 of a job that is not there: sizes only, for plans. */
 void ith_mesh_imagine(ith_mesh *mesh, int64_t world_size, int64_t cp_size);
-/* A fixed point: all ranks get the failure of the lowest failing one (ith_comm_agree); in an imagined
- * mesh, or without one, status itself. */
+/* A fixed point: all ranks get the failure of the lowest failing one (ith_comm_agree); in an
+ * imagined mesh, or without one, status itself. */
 ith_status ith_mesh_agree(const ith_mesh *mesh, ith_status status, ith_error *err);
 /* The largest of all ranks; in an imagined mesh, or without one, x itself. */
 ith_status ith_mesh_max(const ith_mesh *mesh, int64_t *x, ith_error *err);

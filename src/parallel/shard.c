@@ -20,16 +20,26 @@ static int64_t block_elements(const ith_shard *s, int64_t block)
     return s->block_first[block + 1] - s->block_first[block];
 }
 
+static int64_t own_rank(const ith_shard *s)
+{
+    return s->mesh->world ? s->mesh->world->rank : 0;
+}
+
 /* Window of rank r in a block: *first element behind the block's, *own and *ranks among those that
  * share it; returns its elements. */
 static int64_t window(const ith_shard *s, int64_t block, int64_t r, int64_t *first, int64_t *own,
                       int64_t *ranks)
 {
     int64_t ep = s->chunk[block] ? s->mesh->ep_size : 1, e = r % ep;
-    *own = r / ep;
-    *ranks = s->mesh->world_size / ep;
+    *own = s->chunk[block] ? r / ep : r % s->mesh->shard_size;
+    *ranks = s->chunk[block] ? s->mesh->world_size / ep : s->mesh->shard_size;
     *first = e * s->chunk[block];
     return e + 1 < ep ? s->chunk[block] : block_elements(s, block) - *first;
+}
+
+bool ith_shard_is_copy(const ith_shard *s, int64_t block)
+{
+    return !s->chunk[block] && own_rank(s) >= s->mesh->shard_size;
 }
 
 /* Elements [*begin, *end) of a block are rank r's slice. */
@@ -84,11 +94,6 @@ int64_t ith_shard_elements(const ith_shard *s)
     return s->shard_first[s->num_blocks];
 }
 
-static int64_t own_rank(const ith_shard *s)
-{
-    return s->mesh->world ? s->mesh->world->rank : 0;
-}
-
 int64_t ith_shard_slice_first(const ith_shard *s, int64_t block)
 {
     int64_t begin, end;
@@ -127,7 +132,7 @@ static ith_comm *fill_cuts(ith_shard *s, int64_t block, int64_t *me)
     int64_t first, ranks, n = window(s, block, own_rank(s), &first, me, &ranks);
     for (int64_t r = 0; r <= ranks; r++)
         s->cuts[r] = cut(n, ranks, r);
-    return s->chunk[block] ? s->mesh->edp : s->mesh->world;
+    return s->chunk[block] ? s->mesh->edp : s->mesh->shard ? s->mesh->shard : s->mesh->world;
 }
 
 ith_status ith_shard_reduce(ith_shard *s, ith_ctx *ctx, int64_t block, ith_tensor t,
@@ -140,7 +145,11 @@ ith_status ith_shard_reduce(ith_shard *s, ith_ctx *ctx, int64_t block, ith_tenso
     *own = ith_row_range(t, s->cuts[me], s->cuts[me + 1]);
     if (ith_ctx_counting(ctx))
         return ITH_OK;
-    return ith_comm_reduce_scatter_v(comm, t.data, s->cuts, ITH_F32, ITH_REDUCE_SUM, ctx->err);
+    ITH_TRY(ith_comm_reduce_scatter_v(comm, t.data, s->cuts, ITH_F32, ITH_REDUCE_SUM, ctx->err));
+    if (s->chunk[block] || !s->mesh->replicas)
+        return ITH_OK;
+    return ith_comm_all_reduce(s->mesh->replicas, own->data, own->shape[0], ITH_F32, ITH_REDUCE_SUM,
+                               ctx->err);
 }
 
 ith_status ith_shard_gather(ith_shard *s, ith_ctx *ctx, int64_t block, ith_tensor t)
@@ -188,7 +197,7 @@ ith_status ith_shard_fetch(ith_shard *s, ith_ctx *ctx, ith_tensor t, int64_t fir
 {
     int64_t world = s->mesh->world_size, me = own_rank(s), size = ith_dtype_bytes(t.dtype);
     int64_t block = block_of(s, first, n), from = 0, at = 0;
-    int64_t mine = ith_shard_overlap(s, first, n, &from, &at);
+    int64_t mine = ith_shard_is_copy(s, block) ? 0 : ith_shard_overlap(s, first, n, &from, &at);
     int64_t *send_at = s->lists, *send_bytes = send_at + world, *recv_at = send_bytes + world,
             *recv_bytes = recv_at + world;
     ITH_ASSERT(t.shape[0] == ith_shard_elements(s));
@@ -196,7 +205,7 @@ ith_status ith_shard_fetch(ith_shard *s, ith_ctx *ctx, ith_tensor t, int64_t fir
         send_at[r] = mine ? at * size : 0;
         send_bytes[r] = r == 0 ? mine * size : 0;
         recv_at[r] = recv_bytes[r] = 0;
-        if (me == 0) {
+        if (me == 0 && (s->chunk[block] || r < s->mesh->shard_size)) {
             recv_bytes[r] = part_of_rank(s, block, r, first, n, &from) * size;
             recv_at[r] = recv_bytes[r] ? from * size : 0;
         }

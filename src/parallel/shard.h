@@ -34,6 +34,8 @@ int64_t ith_shard_elements(const ith_shard *shard);
 
 /* This rank's slice of a block, in a whole tensor or in a shard; absent of an absent tensor. */
 ith_tensor ith_shard_slice(const ith_shard *shard, int64_t block, ith_tensor t);
+/* The slice is that of a lower rank too (mesh->shard_size): sums over the world leave it out. */
+bool ith_shard_is_copy(const ith_shard *shard, int64_t block);
 /* First element of it in the flat layout. */
 int64_t ith_shard_slice_first(const ith_shard *shard, int64_t block);
 

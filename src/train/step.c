@@ -167,7 +167,8 @@ static ith_status update_shard(ith_step *s, ith_adamw_hyper hyper)
     for (int64_t b = 0; b < s->shard.num_blocks; b++) {
         T grad = ith_shard_slice(&s->shard, b, m->grad);
         ITH_TRY(clear_frozen(s, grad, ith_shard_slice_first(&s->shard, b)));
-        ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, grad));
+        if (!ith_shard_is_copy(&s->shard, b))
+            ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, grad));
     }
     ITH_TRY(ith_mesh_sum_world(s->config.mesh, ctx, s->sumsq));
     ITH_TRY(ith_clip_scale(ctx, s->norm, s->scale, s->sumsq, s->config.max_grad_norm));

@@ -318,6 +318,7 @@ static ith_status open_mesh(ith_trainer *t, ith_comm *world, bool plan_only, ith
     else
         ith_mesh_imagine(&t->mesh_store, size, c->cp_size);
     t->mesh = &t->mesh_store;
+    ITH_TRY(ith_mesh_set_shard(&t->mesh_store, t->layout.shard_size, err));
     return ith_mesh_set_experts(&t->mesh_store, t->layout.ep_size, err);
 }
 
@@ -417,10 +418,10 @@ static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
     ith_trainer_say(
         hooks,
         "ranks: %lld = dp %lld x cp %lld%s over %s; attention: %s, %lld query and %lld "
-        "key heads a rank; zero_stage %d; %lld samples a step, %lld micro-batches a rank",
+        "key heads a rank; zero_stage %d over %lld; %lld samples a step, %lld micro-batches a rank",
         (long long)t->mesh->world_size, (long long)t->mesh->dp_size, (long long)t->mesh->cp_size,
         experts, t->mesh->world ? t->mesh->world->driver->name : "-", scheme, (long long)h.q_count,
-        (long long)h.kv_count, ith_config_zero_stage(t->config),
+        (long long)h.kv_count, ith_config_zero_stage(t->config), (long long)t->mesh->shard_size,
         (long long)t->layout.global_batch_size, (long long)t->layout.grad_accum);
 }
 

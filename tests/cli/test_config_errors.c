@@ -61,9 +61,6 @@ static const wrong_config cases[] = {
      {NULL},
      "error: @:2:9: peft_config: lora is not built yet (adapters and partial training; use "
      "null)\n"},
-    {"mp_shard_size: 2\n",
-     {NULL},
-     "error: @:1:16: mp_shard_size: more than one process is not built yet (use 1)\n"},
     {"model_name_or_path: x\nmax_lenth: 5\n",
      {NULL},
      "error: @:2:1: max_lenth: unknown key (did you mean max_length?)\n"},

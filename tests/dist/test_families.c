@@ -249,6 +249,7 @@ static void make_batch(batch *x, const struct family *f, const ith_hf_config *co
 
 typedef struct {
     int64_t ep;          /* ranks that share experts; 0: none */
+    bool copies;         /* two of what the stage cuts */
     int64_t cp, ulysses; /* ulysses: ranks that exchange heads, of cp; the rest is a ring */
     int zero, keep;
     ith_linear_cp linear_cp;
@@ -413,6 +414,8 @@ static void run_layout(const struct family *f, const run *alone, layout l)
              (int)l.linear_cp);
     assert_ok(ith_mesh_open(&mesh, world, l.cp, &err), err);
     ith_mesh_set_ulysses(&mesh, l.ulysses);
+    if (l.copies)
+        assert_ok(ith_mesh_set_shard(&mesh, world->size / 2, &err), err);
     if (l.ep)
         assert_ok(ith_mesh_set_experts(&mesh, l.ep, &err), err);
     open_run(&r, f, &mesh, l);
@@ -431,14 +434,16 @@ static void test_shared_experts_are_as_one_rank(void **state)
         run alone;
         if (families[i].rings)
             continue;
-        open_run(&alone, &families[i], NULL, (layout){0, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
+        open_run(&alone, &families[i], NULL,
+                 (layout){0, false, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
         make_step(&alone, &families[i], 0, 1);
         for (int64_t ep = 2; ep <= world->size; ep++)
             for (int64_t cp = 1; cp <= world->size; cp += world->size - 1)
                 if (alone.config.num_experts > 0 && alone.config.num_experts % ep == 0 &&
                     world->size % ep == 0 && (cp == world->size || !families[i].aux_coef))
                     run_layout(&families[i], &alone,
-                               (layout){ep, cp, cp, 3, keep++ % 3, ITH_LINEAR_AUTO});
+                               (layout){ep, world->size % 2 == 0 && cp == 1, cp, cp, 3, keep++ % 3,
+                                        ITH_LINEAR_AUTO});
         close_run(&alone);
     }
 }
@@ -540,13 +545,14 @@ static void test_rings_are_as_one_rank(void **state)
         run alone;
         if (!families[i].rings)
             continue;
-        open_run(&alone, &families[i], NULL, (layout){0, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
+        open_run(&alone, &families[i], NULL,
+                 (layout){0, false, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
         make_step(&alone, &families[i], 0, 1);
         for (int64_t cp = world->size; cp > 1; cp = world->size % 4 == 0 && cp > 4 ? cp / 2 : 1)
             for (int64_t u = 1; u <= cp && u <= alone.config.num_attention_heads; u++)
                 if (cp % u == 0)
                     run_layout(&families[i], &alone,
-                               (layout){0, cp, u, zero++ % 4, keep++ % 3, ITH_LINEAR_AUTO});
+                               (layout){0, false, cp, u, zero++ % 4, keep++ % 3, ITH_LINEAR_AUTO});
         close_run(&alone);
     }
 }
@@ -644,7 +650,8 @@ static void test_all_layouts_are_as_one_rank(void **state)
         run alone;
         if (families[i].rings)
             continue;
-        open_run(&alone, &families[i], NULL, (layout){0, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
+        open_run(&alone, &families[i], NULL,
+                 (layout){0, false, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
         make_step(&alone, &families[i], 0, 1);
         for (int64_t cp = 1; cp <= world->size && cp <= alone.config.num_attention_heads; cp++)
             for (int zero = 0; zero <= 3 && world->size % cp == 0; zero++) {
@@ -653,10 +660,12 @@ static void test_all_layouts_are_as_one_rank(void **state)
                 if (all ? zero % 3 : families[i].aux_coef > 0 || (cp + (int64_t)i) % 4 != zero)
                     continue;
                 run_layout(&families[i], &alone,
-                           (layout){0, cp, cp, zero, keeps[zero], ITH_LINEAR_HEADS});
+                           (layout){0, world->size % 2 == 0 && cp == world->size, cp, cp, zero,
+                                    keeps[zero], ITH_LINEAR_HEADS});
                 if (cp > 1 && !families[i].diffusion)
                     run_layout(&families[i], &alone,
-                               (layout){0, cp, cp, zero, keeps[zero], ITH_LINEAR_STATES});
+                               (layout){0, world->size % 2 == 0 && cp == world->size, cp, cp, zero,
+                                        keeps[zero], ITH_LINEAR_STATES});
             }
         close_run(&alone);
     }

@@ -328,8 +328,6 @@ static void test_missing_features_are_one_line(void **state)
          "f.yaml:1:20: mtp_config: mtp is not built yet (multi-token prediction heads; use null)"},
         {"optim_config: {name: muon}",
          "f.yaml:1:22: optim_config: muon is not built yet (use adamw)"},
-        {"mp_shard_size: 2",
-         "f.yaml:1:16: mp_shard_size: more than one process is not built yet (use 1)"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         ith_config c;
