@@ -566,6 +566,18 @@ static ith_tensor gates_of(ith_tensor rows, int64_t heads)
     return t;
 }
 
+/* Heads of 256, eight query heads to a key head. */
+static ith_status walk_wide_heads(bench *b)
+{
+    static const model wide = {"Qwen3.5", 2048, 0, 16, 2, 256, 0};
+    const model *before = b->m;
+    b->m = &wide;
+    ITH_TRY(walk_attention(b, false));
+    ITH_TRY(walk_attention(b, true));
+    b->m = before;
+    return ITH_OK;
+}
+
 static ith_status walk_gates(bench *b)
 {
     enum { HEADS = 16, DIM = 256, HIDDEN = 2048 };
@@ -809,6 +821,7 @@ static ith_status walk(bench *b)
     ITH_TRY(walk_experts(b));
     ITH_TRY(walk_blocks(b));
     ITH_TRY(walk_group_router(b));
+    ITH_TRY(walk_wide_heads(b));
     ITH_TRY(walk_gates(b));
     ITH_TRY(walk_tower(b));
     return walk_delta(b);

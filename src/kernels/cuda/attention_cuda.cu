@@ -3,7 +3,7 @@
  * bf16 goes to cuDNN: documents of one length as a batch (faster), others packed, with offsets made
  * on the device from cu_seqlens. Block masks, head sizes that cuDNN refuses, and backward when
  * re-runs must be bit-equal (cuDNN adds dq up with atomics) go to our tiles on tensor cores, and
- * what those do not take (f32, heads above 128) to the plain kernels.
+ * what those do not take (f32, odd strides) to the plain kernels.
  * Invariants: 1. lse is [T,Hq] on every way, so forward and backward may take different ones.
  * 2. Workspace is an upper bound over all ways, for the plan is made before documents are known;
  * more documents than PLANNED_DOCS and than the plan's batch had are an error of the plan. */

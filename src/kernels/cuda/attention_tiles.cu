@@ -1,5 +1,5 @@
 /* attention_tiles.cu - attention on tensor cores under every mask of ith_seqs: bf16, head sizes up
- * to 128, any row stride that is 16-byte aligned. No atomics: the bits never vary.
+ * to 256, any row stride that is 16-byte aligned. No atomics: the bits never vary.
  *
  * A block is one warpgroup. It owns 64 or 128 rows of a head and walks tiles of 64 rows of the
  * other side through two stages of shared memory; only tiles that some of its rows see are visited.
@@ -9,7 +9,7 @@
  * multiprocessor, so that one multiplies while the other weighs. */
 #include "kernels/cuda/attention_mask.cuh"
 
-enum { WARPS = 4, THREADS = 32 * WARPS, OTHER = 64, MAX_DIM = 128 };
+enum { WARPS = 4, THREADS = 32 * WARPS, OTHER = 64, MAX_DIM = 256 };
 
 #define LOG2_E 1.4426950408889634f
 
@@ -50,6 +50,12 @@ __device__ __forceinline__ uint64_t matrix_at(uint32_t at, uint32_t panel)
     LIST40 ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60," \
            "%61,%62,%63"
 
+#define LIST128                                                                                    \
+    LIST64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84," \
+           "%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104," \
+           "%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121," \
+           "%122,%123,%124,%125,%126,%127"
+
 /* c (+)= A B^T, A: 64 rows, B: 64 rows, 16 columns of both. */
 __device__ __forceinline__ void multiply(float (&c)[8][4], uint64_t a, uint64_t b, int add)
 {
@@ -85,6 +91,15 @@ __device__ __forceinline__ void multiply_add(float (&c)[16][4], const uint32_t (
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" LIST64
                  "}, {%64,%65,%66,%67}, %68, p, 1, 1, 1;}"
                  : C16(0), C16(4), C16(8), C16(12)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
+}
+
+__device__ __forceinline__ void multiply_add(float (&c)[32][4], const uint32_t (&a)[4], uint64_t b)
+{
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" LIST128
+                 "}, {%128,%129,%130,%131}, %132, p, 1, 1, 1;}"
+                 : C16(0), C16(4), C16(8), C16(12), C16(16), C16(20), C16(24), C16(28)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
 }
 
@@ -358,10 +373,16 @@ template <int D> static constexpr size_t shared_bytes(int tiles)
     return 1024 + (size_t)(tiles * TILE<D>)*sizeof(bf16);
 }
 
+/* Blocks of a multiprocessor, and groups of 64 rows that a block owns in forward: what registers
+ * and shared memory hold. */
+template <int D> constexpr int BLOCKS = D > 128 ? 1 : 2;
+template <int D> constexpr int GROUPS = D > 128 ? 1 : 2;
+
 template <int D>
-__global__ void __launch_bounds__(THREADS, 2) tiles_forward(const __grid_constant__ tiles_args a)
+__global__ void __launch_bounds__(THREADS, BLOCKS<D>)
+    tiles_forward(const __grid_constant__ tiles_args a)
 {
-    constexpr int M = 2, ROWS = 64 * M;
+    constexpr int M = GROUPS<D>, ROWS = 64 * M;
     extern __shared__ char memory[];
     __shared__ stretches own[ROWS];
     bf16 *tiles = align_tiles(memory), *stages = tiles + M * TILE<D>;
@@ -406,7 +427,7 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_forward(const __grid_constan
         }
 #pragma unroll
         for (int m = 0; m < M; m++) { /* the other half multiplies while this one weighs */
-            products_wait<1>();
+            products_wait<M - 1>();
             settle(s[m]);
             if (hidden)
                 hide(s[m], own + m * 64 + first, t.part, t.begin, lane, -INFINITY);
@@ -438,7 +459,7 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_forward(const __grid_constan
 
 /* ---- backward ---- */
 
-/* delta[t,h] = sum_d do*o: 16 lanes each, 8 elements a lane. */
+/* delta[t,h] = sum_d do*o: 16 lanes each, 8 elements a lane at a time. */
 __global__ void tiles_delta(const __grid_constant__ tiles_args a)
 {
     int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 16;
@@ -446,7 +467,7 @@ __global__ void tiles_delta(const __grid_constant__ tiles_args a)
     bool live = at < a.mask.tokens * a.q_heads;
     int64_t t = at / a.q_heads, h = at - t * a.q_heads;
     float sum = 0;
-    if (live && d < a.dim) {
+    for (; live && d < a.dim; d += 128) {
         float x[8], y[8];
         load_f32<bf16, 8>(x, a.do_.data + t * a.do_.row + h * a.do_.head + d);
         load_f32<bf16, 8>(y, a.o.data + t * a.o.row + h * a.o.head + d);
@@ -455,12 +476,12 @@ __global__ void tiles_delta(const __grid_constant__ tiles_args a)
             sum += x[j] * y[j];
     }
     sum = group_sum(sum, 16);
-    if (live && d == 0)
+    if (live && threadIdx.x % 16 == 0)
         a.delta[at] = sum;
 }
 
 template <int D>
-__global__ void __launch_bounds__(THREADS, 2) tiles_dq(const __grid_constant__ tiles_args a)
+__global__ void __launch_bounds__(THREADS, BLOCKS<D>) tiles_dq(const __grid_constant__ tiles_args a)
 {
     extern __shared__ char memory[];
     __shared__ stretches own[64];
@@ -537,9 +558,11 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_dq(const __grid_constant__ t
     }
 }
 
-/* Columns of scores are queries here. */
-template <int D>
-__global__ void __launch_bounds__(THREADS, 2) tiles_dkv(const __grid_constant__ tiles_args a)
+/* Columns of scores are queries here. Registers hold both gradients of heads up to 128; wider ones
+ * are made one by one. */
+template <int D, bool DK, bool DV>
+__global__ void __launch_bounds__(THREADS, BLOCKS<D>)
+    tiles_dkv(const __grid_constant__ tiles_args a)
 {
     extern __shared__ char memory[];
     __shared__ stretches own[64];
@@ -571,7 +594,7 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_dkv(const __grid_constant__ 
         copies_end();
     };
     uint32_t ks = shared_at(tiles), vs = ks + TILE<D> * 2;
-    float dk[D / 8][4] = {}, dv[D / 8][4] = {};
+    float dk[DK ? D / 8 : 1][4] = {}, dv[DV ? D / 8 : 1][4] = {};
     fetch(0);
     for (int32_t i = 0; i < total; i++) {
         fetch(i + 1);
@@ -586,7 +609,8 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_dkv(const __grid_constant__ 
         products_begin();
         product<D>(p, ks, qs);
         products_end();
-        product<D>(ds, vs, gs);
+        if constexpr (DK)
+            product<D>(ds, vs, gs);
         products_end();
         products_wait<1>();
         settle(p);
@@ -597,21 +621,25 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_dkv(const __grid_constant__ 
                 p[n][j] = power_of_two(p[n][j] * (a.scale * LOG2_E) - lse[n * 8 + j % 2] * LOG2_E);
         if (!covers(mine, t))
             hide(p, own + first, t.part, t.begin, lane, 0.0f);
-        as_left(left_p, p);
-        products_begin();
-        add_product<D>(dv, left_p, gs);
+        if constexpr (DV) {
+            as_left(left_p, p);
+            products_begin();
+            add_product<D>(dv, left_p, gs);
+        }
         products_end();
-        products_wait<1>();
-        settle(ds);
+        if constexpr (DK) {
+            products_wait<1>();
+            settle(ds);
 #pragma unroll
-        for (int n = 0; n < OTHER / 8; n++)
+            for (int n = 0; n < OTHER / 8; n++)
 #pragma unroll
-            for (int j = 0; j < 4; j++)
-                ds[n][j] = (ds[n][j] - delta[n * 8 + j % 2]) * p[n][j];
-        as_left(left_ds, ds);
-        products_begin();
-        add_product<D>(dk, left_ds, qs);
-        products_end();
+                for (int j = 0; j < 4; j++)
+                    ds[n][j] = (ds[n][j] - delta[n * 8 + j % 2]) * p[n][j];
+            as_left(left_ds, ds);
+            products_begin();
+            add_product<D>(dk, left_ds, qs);
+            products_end();
+        }
         products_wait<0>();
         settle(dv);
         settle(dk);
@@ -622,8 +650,10 @@ __global__ void __launch_bounds__(THREADS, 2) tiles_dkv(const __grid_constant__ 
         int64_t row = row0 + first + lane / 4 + 8 * half;
         if (row >= tokens)
             continue;
-        store_rows<D>(a.dk, kv, row, lane, half, dk, a.scale, a.dim);
-        store_rows<D>(a.dv, kv, row, lane, half, dv, 1.0f, a.dim);
+        if constexpr (DK)
+            store_rows<D>(a.dk, kv, row, lane, half, dk, a.scale, a.dim);
+        if constexpr (DV)
+            store_rows<D>(a.dv, kv, row, lane, half, dv, 1.0f, a.dim);
     }
 }
 
@@ -665,8 +695,10 @@ static tiles_args args_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o
             F(64);                                                                                 \
         else if ((dim) <= 80)                                                                      \
             F(80);                                                                                 \
-        else                                                                                       \
+        else if ((dim) <= 128)                                                                     \
             F(128);                                                                                \
+        else                                                                                       \
+            F(256);                                                                                \
     } while (0)
 
 #define LAUNCH(KERNEL, rows, heads, bytes)                                                         \
@@ -684,9 +716,22 @@ ith_status ith_attention_tiles_forward(ith_ctx *ctx, ith_tensor o, ith_tensor ls
                                        bool causal)
 {
     tiles_args a = args_of(q, k, v, o, lse, seqs, scale, causal);
-#define RUN(D) LAUNCH(tiles_forward<D>, 128, a.q_heads, shared_bytes<D>(6))
+#define RUN(D) LAUNCH(tiles_forward<D>, 64 * GROUPS<D>, a.q_heads, shared_bytes<D>(4 + GROUPS<D>))
     BY_DIM(a.dim, RUN);
 #undef RUN
+    return ITH_CUDA_LAUNCHED(ctx, q);
+}
+
+template <int D>
+static ith_status backward_of(ith_ctx *ctx, const tiles_args &a, ith_tensor q, int64_t kv_heads)
+{
+    LAUNCH(tiles_dq<D>, 64, a.q_heads, shared_bytes<D>(6));
+    if constexpr (D <= 128) {
+        LAUNCH((tiles_dkv<D, true, true>), 64, kv_heads, shared_bytes<D>(6));
+    } else {
+        LAUNCH((tiles_dkv<D, true, false>), 64, kv_heads, shared_bytes<D>(6));
+        LAUNCH((tiles_dkv<D, false, true>), 64, kv_heads, shared_bytes<D>(6));
+    }
     return ITH_CUDA_LAUNCHED(ctx, q);
 }
 
@@ -703,12 +748,7 @@ ith_status ith_attention_tiles_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor 
     a.delta = delta;
     tiles_delta<<<(unsigned)ith_div_ceil(a.mask.tokens * a.q_heads, 8), THREADS, 0,
                   ith_cuda_stream(ctx)>>>(a);
-#define RUN(D)                                                                                     \
-    do {                                                                                           \
-        LAUNCH(tiles_dq<D>, 64, a.q_heads, shared_bytes<D>(6));                                    \
-        LAUNCH(tiles_dkv<D>, 64, k.shape[1], shared_bytes<D>(6));                                  \
-    } while (0)
+#define RUN(D) return backward_of<D>(ctx, a, q, k.shape[1])
     BY_DIM(a.dim, RUN);
 #undef RUN
-    return ITH_CUDA_LAUNCHED(ctx, q);
 }
