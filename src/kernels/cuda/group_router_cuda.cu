@@ -7,60 +7,49 @@ enum { THREADS = 128, WARPS = THREADS / 32, MAX_EXPERTS = 1024, MAX_GROUPS = 32 
 struct group_args {
     int64_t rows, logit_row;
     int experts, slots, groups, topk_group;
+    int lanes; /* of a warp that work on one group: a power of two */
     float scaling;
 };
 
-/* Sum of the two largest biased scores of a group. Lanes begin at different places: banks. */
-__device__ __forceinline__ float group_score(const float *biased, int size, int first)
+/* Order of floats as order of integers above 0. */
+__device__ __forceinline__ uint32_t ordered(float x)
 {
-    float best = -INFINITY, second = -INFINITY;
-    for (int i = 0; i < size; i++) {
-        float c = biased[(first + i) % size];
-        second = fmaxf(second, fminf(best, c));
-        best = fmaxf(best, c);
-    }
-    return size > 1 ? best + second : best;
+    uint32_t bits = __float_as_uint(x);
+    return max(bits >> 31 ? ~bits : bits | 0x80000000u, 1u);
 }
 
-/* Bit g: group g stays, for fewer than topk_group come before it (larger, or equal and lower). */
+/* Bit g: group g stays, for fewer than topk_group come before it (larger, or equal and lower). A
+ * power of two of lanes works on a group, beginning at different places: banks. */
 __device__ __forceinline__ uint32_t groups_that_stay(const group_args &a, const float *biased,
                                                      int lane)
 {
-    int size = a.experts / a.groups, before = 0;
-    float own = lane < a.groups ? group_score(biased + lane * size, size, lane % size) : 0.0f;
-    for (int g = 0; g < a.groups; g++) {
-        float score = __shfl_sync(0xffffffffu, own, g);
-        before += score > own || (score == own && g < lane);
+    int size = a.experts / a.groups, each = a.lanes, g = lane / each, sub = lane % each, before = 0;
+    float best = -INFINITY, second = -INFINITY;
+    for (int i = sub; i < size && g < a.groups; i += each) {
+        float c = biased[g * size + (i + g * each) % size];
+        second = fmaxf(second, fminf(best, c));
+        best = fmaxf(best, c);
     }
-    return __ballot_sync(0xffffffffu, lane < a.groups && before < a.topk_group);
+    for (int o = each / 2; o > 0; o >>= 1) {
+        float b = __shfl_xor_sync(0xffffffffu, best, o);
+        float s = __shfl_xor_sync(0xffffffffu, second, o);
+        second = fmaxf(fmaxf(second, s), fminf(best, b));
+        best = fmaxf(best, b);
+    }
+    float own = size > 1 ? best + second : best; /* a group's score: its two largest */
+    for (int other = 0; other < a.groups; other++) {
+        float score = __shfl_sync(0xffffffffu, own, other * each);
+        before += score > own || (score == own && other < g);
+    }
+    bool stays = g < a.groups && sub == 0 && before < a.topk_group;
+    uint32_t stay = 0, at = __ballot_sync(0xffffffffu, stays);
+    for (int i = 0; i < a.groups; i++)
+        stay |= (at >> i * each & 1) << i;
+    return stay;
 }
 
-/* The lane's best free expert of the groups that stay; then the warp's. -1: none. */
-__device__ __forceinline__ int best_expert(const group_args &a, const float *biased, uint32_t stay,
-                                           uint32_t taken, int lane)
-{
-    int size = a.experts / a.groups, idx = -1;
-    float best = 0;
-    for (int i = 0; i * 32 + lane < a.experts; i++) {
-        int e = i * 32 + lane;
-        if ((taken >> i & 1) || !(stay >> (e / size) & 1))
-            continue;
-        if (idx < 0 || biased[e] > best) {
-            best = biased[e];
-            idx = e;
-        }
-    }
-    for (int o = 16; o > 0; o >>= 1) {
-        float c = __shfl_xor_sync(0xffffffffu, best, o);
-        int e = __shfl_xor_sync(0xffffffffu, idx, o);
-        if (e >= 0 && (idx < 0 || c > best || (c == best && e < idx))) {
-            best = c;
-            idx = e;
-        }
-    }
-    return idx;
-}
-
+/* Lane l holds experts l, l + 32, ... */
+template <int ITEMS>
 __global__ void group_router_fwd(group_args a, float *__restrict__ topk_w,
                                  int32_t *__restrict__ topk_idx, float *__restrict__ scores,
                                  const float *__restrict__ logits, const float *__restrict__ bias)
@@ -77,12 +66,27 @@ __global__ void group_router_fwd(group_args a, float *__restrict__ topk_w,
         biased[e] = s + (bias ? bias[e] : 0.0f);
     }
     __syncwarp();
-    uint32_t stay = groups_that_stay(a, biased, lane), taken = 0;
+    uint32_t stay = groups_that_stay(a, biased, lane), key[ITEMS]; /* key 0: not to be chosen */
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++) {
+        int e = i * 32 + lane;
+        bool free = e < a.experts && stay >> e / (a.experts / a.groups) & 1;
+        key[i] = free ? ordered(biased[e]) : 0;
+    }
     float sum = 1e-20f;
     for (int s = 0; s < a.slots; s++) {
-        int e = best_expert(a, biased, stay, taken, lane);
-        if (e % 32 == lane)
-            taken |= 1u << (e / 32);
+        uint32_t best = 0, mine = UINT32_MAX;
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++)
+            best = max(best, key[i]);
+        best = __reduce_max_sync(0xffffffffu, best);
+#pragma unroll
+        for (int i = ITEMS - 1; i >= 0; i--)
+            mine = key[i] == best ? (uint32_t)(i * 32 + lane) : mine;
+        int e = (int)__reduce_min_sync(0xffffffffu, mine);
+#pragma unroll
+        for (int i = 0; i < ITEMS; i++)
+            key[i] = i * 32 + lane == e ? 0 : key[i];
         sum += score[e];
         if (lane == 0)
             topk_idx[row * a.slots + s] = e;
@@ -98,9 +102,16 @@ static ith_status group_router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tens
                                        ith_tensor scores, ith_tensor logits, ith_tensor bias,
                                        int64_t n_group, int64_t topk_group, float scaling)
 {
-    group_args a = {
-        logits.shape[0], logits.stride[0], (int)logits.shape[1], (int)topk_w.shape[1], (int)n_group,
-        (int)topk_group, scaling};
+    group_args a = {};
+    a.rows = logits.shape[0];
+    a.logit_row = logits.stride[0];
+    a.experts = (int)logits.shape[1];
+    a.slots = (int)topk_w.shape[1];
+    a.groups = (int)n_group;
+    a.topk_group = (int)topk_group;
+    for (a.lanes = 32; a.lanes * n_group > 32 && a.lanes > 1;)
+        a.lanes /= 2;
+    a.scaling = scaling;
     if (a.rows == 0)
         return ITH_OK;
     if (a.experts > MAX_EXPERTS || n_group > MAX_GROUPS)
@@ -110,10 +121,16 @@ static ith_status group_router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tens
     ITH_ASSERT(ith_is_contiguous(topk_w) && ith_is_contiguous(topk_idx) &&
                ith_is_contiguous(scores));
     size_t bytes = (size_t)(WARPS * 2 * a.experts) * sizeof(float);
-    group_router_fwd<<<(unsigned)ith_div_ceil(a.rows, WARPS), THREADS, bytes,
-                       ith_cuda_stream(ctx)>>>(a, (float *)topk_w.data, (int32_t *)topk_idx.data,
-                                               (float *)scores.data, (const float *)logits.data,
-                                               (const float *)bias.data);
+#define LAUNCH(ITEMS)                                                                              \
+    group_router_fwd<ITEMS>                                                                        \
+        <<<(unsigned)ith_div_ceil(a.rows, WARPS), THREADS, bytes, ith_cuda_stream(ctx)>>>(         \
+            a, (float *)topk_w.data, (int32_t *)topk_idx.data, (float *)scores.data,               \
+            (const float *)logits.data, (const float *)bias.data)
+    if (a.experts <= 256)
+        LAUNCH(8);
+    else
+        LAUNCH(MAX_EXPERTS / 32);
+#undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, logits);
 }
 
@@ -147,9 +164,12 @@ group_router_bwd(group_args a, T *__restrict__ dlogits, const float *__restrict_
 static ith_status group_router_backward(ith_ctx *ctx, ith_tensor dlogits, ith_tensor dtopk_w,
                                         ith_tensor topk_idx, ith_tensor scores, float scaling)
 {
-    group_args a = {
-        scores.shape[0], dlogits.stride[0], (int)scores.shape[1], (int)topk_idx.shape[1], 1, 1,
-        scaling};
+    group_args a = {};
+    a.rows = scores.shape[0];
+    a.logit_row = dlogits.stride[0];
+    a.experts = (int)scores.shape[1];
+    a.slots = (int)topk_idx.shape[1];
+    a.scaling = scaling;
     if (a.rows == 0)
         return ITH_OK;
     ITH_ASSERT(ith_is_contiguous(dtopk_w) && ith_is_contiguous(topk_idx) &&
