@@ -261,6 +261,8 @@ static ith_status attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
     ith_carve scratch = ith_carve_begin(ctx);
     void *delta = ith_carve_take(&scratch, ith_numel(lse) * 4);
     way how = backward_way(ctx, dq, dk, dv, do_, q, k, v, o, seqs);
+    if (how == WAY_PACKED && q.shape[2] > 128)
+        how = WAY_TILES; /* 9.19 leaves columns unwritten there, without a word */
     if (how == WAY_PLAIN)
         return ith_attention_plain_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
                                             causal, (float *)delta);
