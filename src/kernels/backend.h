@@ -58,6 +58,8 @@ struct ith_backend {
     ITH_OP(zero, ith_t_ y);
     ITH_OP(cross_entropy, ith_t_ row_loss, ith_t_ logits, ith_t_ labels, ith_t_ seeds,
            bool gradient);
+    ITH_OP(cross_entropy_confident, ith_t_ row_loss, ith_t_ row_confidence, ith_t_ right,
+           ith_t_ logits, ith_t_ labels, ith_t_ seeds, float confidence, bool gradient);
     ITH_OP(dot_accumulate, ith_t_ out, ith_t_ a, ith_t_ b);
     ITH_OP(router_forward, ith_t_ topk_w, ith_t_ topk_idx, ith_t_ probs, ith_t_ logits,
            bool norm_topk);

@@ -324,6 +324,21 @@ ith_status ith_cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor logit
     RUN(cross_entropy, row_loss, logits, labels, seeds, gradient);
 }
 
+ith_status ith_cross_entropy_confident(ith_ctx *ctx, ith_tensor row_loss, ith_tensor row_confidence,
+                                       ith_tensor right, ith_tensor logits, ith_tensor labels,
+                                       ith_tensor seeds, float confidence, bool gradient)
+{
+    int64_t m = logits.shape[0];
+    ITH_ASSERT(is_act(logits) && logits.ndim == 2 && labels.dtype == ITH_I32 &&
+               is(labels, 1, m, 0, 0));
+    ITH_ASSERT(is_stat(row_loss, logits) && is(row_loss, 1, m, 0, 0));
+    ITH_ASSERT(is_stat(row_confidence, logits) && is(row_confidence, 1, m, 0, 0));
+    ITH_ASSERT(is_stat(right, logits) && is(right, 1, m, 0, 0));
+    ITH_ASSERT(!gradient || (is_stat(seeds, logits) && is(seeds, 1, m, 0, 0)));
+    RUN(cross_entropy_confident, row_loss, row_confidence, right, logits, labels, seeds, confidence,
+        gradient);
+}
+
 ith_status ith_dot_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, ith_tensor b)
 {
     ITH_ASSERT(out.dtype == ITH_F64 && is(out, 1, 1, 0, 0) && a.ndim == 1 &&

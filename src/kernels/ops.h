@@ -144,6 +144,15 @@ ith_status ith_zero(ith_ctx *ctx, ith_tensor y);
  * may be absent without gradient. */
 ith_status ith_cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor logits,
                              ith_tensor labels, ith_tensor seeds, bool gradient);
+/* The same with confidence-aware training (CAP, dParallel): rows whose label is the likeliest id
+ * already (a tie counts) are to become surer. With p = softmax(logits[i,:]) and
+ * H_i = -sum_v p_v log p_v:   right[i] = logits[i,labels[i]] >= max(logits[i,:]), 1 or 0;
+ * row_confidence[i] = right[i] * confidence * H_i;   when gradient: logits[i,v] <- the above
+ * - right[i] * confidence * seeds[i] * p_v (log p_v + H_i). The choice passes no gradient.
+ * row_confidence, right: [M] f32. */
+ith_status ith_cross_entropy_confident(ith_ctx *ctx, ith_tensor row_loss, ith_tensor row_confidence,
+                                       ith_tensor right, ith_tensor logits, ith_tensor labels,
+                                       ith_tensor seeds, float confidence, bool gradient);
 /* out[0] += sum_i a[i]*b[i] in double, fixed order; b may be absent (plain sum).   out: [1] F64 a,
  * b: [n] f32 */
 ith_status ith_dot_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, ith_tensor b);

@@ -630,6 +630,34 @@ static ith_status cross_entropy(op_run *r, const int64_t *a)
     return ith_cross_entropy(r->ctx, loss, logits, labels, seeds, a[CE_GRAD] != 0);
 }
 
+/* The label stands first in every other row by far: it is right in those. */
+static double sure_logits(const op_run *r, uint64_t stream, const ith_tensor *t, int64_t n)
+{
+    int64_t row = n / t->shape[1], word = n % t->shape[1];
+    return 2 * op_normal(r, stream, t, n) + (row % 2 == 0 && word == row * 7 % t->shape[1] ? 8 : 0);
+}
+
+static ith_status cross_entropy_confident(op_run *r, const int64_t *a)
+{
+    int64_t m = a[CE_M];
+    int32_t *values = ith_calloc(m + 1, 4);
+    for (int64_t i = 0; values && i < m; i++)
+        values[i] = (int32_t)(i * 7 % a[CE_V]);
+    ith_tensor seeds = ith_tensor_none();
+    ith_tensor loss = vector(r, OP_OUT, OP_STAT, "row_loss", NULL, m);
+    ith_tensor confidence = vector(r, OP_OUT, OP_STAT, "row_confidence", NULL, m);
+    ith_tensor right = vector(r, OP_OUT, OP_STAT, "right", NULL, m);
+    ith_tensor logits = matrix(r, a[CE_GRAD] ? OP_INOUT : OP_IN, a[CE_STAT] ? OP_STAT : OP_ACT,
+                               "logits", sure_logits, m, a[CE_V], a[CE_PAD]);
+    ith_tensor labels = op_ints(r, "labels", values, OP_VECTOR, m);
+    ith_free(values);
+    if (a[CE_GRAD])
+        seeds = vector(r, OP_IN, OP_STAT, "seeds", some_seeds, m);
+    OP_READY(r);
+    return ith_cross_entropy_confident(r->ctx, loss, confidence, right, logits, labels, seeds, 1.5F,
+                                       a[CE_GRAD] != 0);
+}
+
 enum { DOT_N, DOT_B };
 
 static ith_status dot_accumulate(op_run *r, const int64_t *a)
@@ -965,6 +993,7 @@ FAMILY(add, true, 0, "T D pad mode")
 FAMILY(cast, true, 0, "T D pad mode")
 FAMILY(zero, true, 0, "T D pad kind")
 FAMILY(cross_entropy, false, FLOOR, "M V pad gradient stat far")
+FAMILY(cross_entropy_confident, false, FLOOR, "M V pad gradient stat")
 FAMILY(dot_accumulate, false, FLOOR, "n b")
 FAMILY(router_forward, false, FLOOR, "T E k norm")
 FAMILY(router_backward, false, FLOOR, "T E k norm aux")

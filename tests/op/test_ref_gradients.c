@@ -563,6 +563,56 @@ static ith_status cross_entropy_bwd(grad_case *g)
     return cross_entropy_run(g, g->grad[0], true);
 }
 
+/* One loss of two parts: row_loss and row_confidence under the same seeds. */
+static ith_status confident_run(grad_case *g, ith_tensor logits, bool gradient)
+{
+    int64_t rows = logits.shape[0];
+    double loss[20], more[20], right[20];
+    memcpy(logits.data, g->in[0].data, (size_t)ith_tensor_bytes(logits));
+    ITH_TRY(ith_cross_entropy_confident(
+        &g->ctx, ith_tensor_1d(loss, ITH_F64, rows), ith_tensor_1d(more, ITH_F64, rows),
+        ith_tensor_1d(right, ITH_F64, rows), logits, g->saved[1], g->dout[0], 1.75F, gradient));
+    for (int64_t i = 0; i < rows; i++)
+        doubles(g->out[0])[i] = loss[i] + more[i];
+    return ITH_OK;
+}
+
+static ith_status confident_fwd(grad_case *g)
+{
+    return confident_run(g, g->saved[0], false);
+}
+
+static ith_status confident_bwd(grad_case *g)
+{
+    return confident_run(g, g->grad[0], true);
+}
+
+/* Even rows have the likeliest word as label, well ahead of the others: the choice stays. */
+static void test_cross_entropy_confident_gradient(void **state)
+{
+    (void)state;
+    static const int64_t shapes[][2] = {{1, 1}, {4, 7}, {20, 400}};
+    for (int i = 0; i < 3; i++) {
+        int64_t rows = shapes[i][0], words = shapes[i][1];
+        int32_t labels[20];
+        grad_case g;
+        case_begin(&g, "cross_entropy_confident", confident_fwd, confident_bwd);
+        add_in(&g, 2, rows, words, 1);
+        for (int64_t n = 0; n < rows; n++) {
+            double *row = doubles(g.in[0]) + n * words;
+            int64_t best = 0;
+            for (int64_t j = 1; j < words; j++)
+                best = row[j] > row[best] ? j : best;
+            row[best] += 0.1;
+            labels[n] = (int32_t)(n % 2 == 0 ? best : (best + 1) % words);
+        }
+        add_out(&g, 1, rows, 1, 1);
+        g.saved[0] = new_tensor(&g, ITH_F64, 2, rows, words, 1);
+        g.saved[1] = int_tensor(&g, rows, labels);
+        case_end(&g, i < 2);
+    }
+}
+
 static void test_cross_entropy_gradient(void **state)
 {
     (void)state;
@@ -1035,6 +1085,7 @@ int main(void)
         cmocka_unit_test(test_attention_blocks_gradient),
         cmocka_unit_test(test_swiglu_gradient),
         cmocka_unit_test(test_cross_entropy_gradient),
+        cmocka_unit_test(test_cross_entropy_confident_gradient),
         cmocka_unit_test(test_router_gradient),
         cmocka_unit_test(test_group_router_gradient),
         cmocka_unit_test(test_moe_block_gradient),

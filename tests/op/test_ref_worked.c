@@ -383,6 +383,40 @@ static void test_cross_entropy_far_logits_do_not_overflow(void **state)
     near_values("loss", row_loss, (double[]){1000, 0}, 2, 0);
 }
 
+/* Rows 1 and 3 of a small row of answers; the label of the second is not its likeliest word, so the
+ * mean over the right ones is the entropy of the first. Loss 0.965522 + 2 * 1.150741. */
+static void test_confident_cross_entropy_by_hand(void **state)
+{
+    (void)state;
+    ith_ctx ctx = ref();
+    float logits[] = {0, 1, 2, 0, -1, 1, 0, 0, 0.5F, -1}, loss[2], confidence[2], right[2];
+    float seeds[] = {0.5F, 0.5F}, ce[5], twice[5];
+    int32_t labels[] = {2, 3};
+    static const double dce[] = {0.040079, 0.108947, -0.203851, 0.040079, 0.014744},
+                        dconf[] = {0.110058, 0.081275, -0.371369, 0.110058, 0.069977},
+                        wrong[] = {0.201806, 0.074240, 0.074240, -0.377598, 0.027311};
+    /* beta 2 times the mean over one row, by seeds of one half: a factor of 4 */
+    assert_ok(ith_cross_entropy_confident(&ctx, f1(loss, 2), f1(confidence, 2), f1(right, 2),
+                                          f2(logits, 2, 5), ints(labels, 2), f1(seeds, 2), 4.0F,
+                                          true),
+              err);
+    near_values("right", right, (double[]){1, 0}, 2, 0);
+    near_values("loss", loss, (double[]){0.523744, 1.407300}, 2, 1e-6);
+    near_values("confidence", confidence, (double[]){4 * 1.150741, 0}, 2, 4e-6);
+    double total = 0.5 * (double)(loss[0] + loss[1] + confidence[0] + confidence[1]);
+    if (!(fabs(total - 3.267004) <= 2e-6))
+        fail_msg("loss %.7f, by hand 3.267004", total);
+    for (int i = 0; i < 5; i++) {
+        ce[i] = logits[i] - (float)(2 * dconf[i]);
+        twice[i] = logits[i] - (float)dce[i];
+    }
+    near_values("cross entropy gradient", ce, dce, 5, 3e-6);
+    for (int i = 0; i < 5; i++)
+        twice[i] *= 0.5F;
+    near_values("confidence gradient", twice, dconf, 5, 2e-6);
+    near_values("gradient of the wrong row", logits + 5, wrong, 5, 1e-6);
+}
+
 /* ---- experts ---- */
 
 /* Which experts and which weights for scores s (as logits) and a bias: by hand. */
@@ -663,6 +697,7 @@ int main(void)
         cmocka_unit_test(test_embedding_gradient_adds_repeated_words),
         cmocka_unit_test(test_cross_entropy_of_uniform_logits_is_log_words),
         cmocka_unit_test(test_cross_entropy_far_logits_do_not_overflow),
+        cmocka_unit_test(test_confident_cross_entropy_by_hand),
         cmocka_unit_test(test_router_probabilities_ties_and_near_ties),
         cmocka_unit_test(test_group_router_by_hand),
         cmocka_unit_test(test_expert_sort_by_hand),

@@ -107,7 +107,8 @@ typedef struct {
     int64_t (*attention_bytes)(const ith_cpu_attention *a, bool backward); /* of one thread */
     ith_task embedding_backward;
     ith_task rmsnorm_forward, rmsnorm_backward, rope_forward, rope_backward;
-    ith_task swiglu_forward, swiglu_backward, add, cast, cross_entropy, dot;
+    ith_task swiglu_forward, swiglu_backward, add, cast, cross_entropy, cross_entropy_confident,
+        dot;
     ith_task combine, combine_backward, router_forward, adamw;
     ith_task delta_forward, delta_backward;
     int64_t (*delta_bytes)(const ith_cpu_delta *a, bool backward); /* of one thread */

@@ -300,6 +300,22 @@ static ith_status cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor lo
     return ITH_OK;
 }
 
+static ith_status cross_entropy_confident(ith_ctx *ctx, ith_tensor row_loss,
+                                          ith_tensor row_confidence, ith_tensor right,
+                                          ith_tensor logits, ith_tensor labels, ith_tensor seeds,
+                                          float confidence, bool gradient)
+{
+    if (!is_fast(logits))
+        return ith_backend_ref()->cross_entropy_confident.run(
+            ctx, row_loss, row_confidence, right, logits, labels, seeds, confidence, gradient);
+    ith_cpu_rows a = {.t = {row_loss, logits, labels, seeds, row_confidence, right},
+                      .f = {confidence},
+                      .flag = gradient};
+    ith_pool_for(ctx->pool, logits.shape[0], grain_of(row_bytes(logits)),
+                 ith_cpu_level_get()->cross_entropy_confident, &a);
+    return ITH_OK;
+}
+
 #define SUM_PART 65536
 
 static void sum_products(ith_ctx *ctx, ith_tensor out, ith_tensor a, ith_tensor b)
@@ -552,6 +568,7 @@ void ith_cpu_fill_rows(ith_backend *b)
     b->cast.run = cast;
     b->zero.run = zero;
     b->cross_entropy.run = cross_entropy;
+    b->cross_entropy_confident.run = cross_entropy_confident;
     b->dot_accumulate.run = dot;
     b->dot_accumulate.workspace = dot_bytes;
     b->sumsq_accumulate.run = sumsq;

@@ -363,25 +363,31 @@ INLINE double exp_sum(const char *x, int64_t n, V top, bool bf16)
     return total;
 }
 
+INLINE float row_max(const char *x, int64_t words, bool bf16)
+{
+    int64_t i = 0;
+    V top = v_set(-__builtin_inff());
+    for (; i + VW <= words; i += VW)
+        top = v_max(top, v_load(x, i, bf16));
+    if (i < words)
+        top = v_max(top, v_load_part(x, i, words - i, -__builtin_inff(), bf16));
+    return v_max_lane(top);
+}
+
 INLINE void cross_entropy_as(const ith_cpu_rows *a, int64_t begin, int64_t end, bool bf16)
 {
     int64_t words = a->t[1].shape[1];
     for (int64_t r = begin; r < end; r++) {
         char *x = row_at(a->t[1], r);
-        int64_t label = ((const int32_t *)a->t[2].data)[r * a->t[2].stride[0]], i = 0;
+        int64_t label = ((const int32_t *)a->t[2].data)[r * a->t[2].stride[0]];
         ITH_ASSERT(label >= 0 && label < words);
-        V top = v_set(-__builtin_inff());
-        for (; i + VW <= words; i += VW)
-            top = v_max(top, v_load(x, i, bf16));
-        if (i < words)
-            top = v_max(top, v_load_part(x, i, words - i, -__builtin_inff(), bf16));
-        float max = v_max_lane(top), at_label = v_load_part(x, label, 1, 0.0f, bf16)[0];
+        float max = row_max(x, words, bf16), at_label = v_load_part(x, label, 1, 0.0f, bf16)[0];
         float lse = max + (float)log(exp_sum(x, words, v_set(max), bf16));
         ((float *)a->t[0].data)[r * a->t[0].stride[0]] = lse - at_label;
         if (!a->flag)
             continue;
         float seed = ((const float *)a->t[3].data)[r * a->t[3].stride[0]];
-        for (i = 0; i < words; i += VW) {
+        for (int64_t i = 0; i < words; i += VW) {
             V p = v_exp(v_get(x, i, words - i, bf16) - v_set(lse));
             v_put(x, i, words - i, p * v_set(seed), bf16);
         }
@@ -390,6 +396,56 @@ INLINE void cross_entropy_as(const ith_cpu_rows *a, int64_t begin, int64_t end, 
     }
 }
 ROWS_TASK(cross_entropy, 1, cross_entropy_as)
+
+/* Sum of e^(x - max) (x - max). */
+INLINE double exp_weighted_sum(const char *x, int64_t words, float max, bool bf16)
+{
+    double total = 0;
+    for (int64_t i = 0; i < words;) {
+        int64_t last = i + LOSS_BLOCK < words ? i + LOSS_BLOCK : words;
+        V sum = v_set(0.0f);
+        for (; i < last; i += VW) {
+            V v = last - i >= VW ? v_load(x, i, bf16)
+                                 : v_load_part(x, i, last - i, -__builtin_inff(), bf16);
+            V e = v_max(v - v_set(max), v_set(-100.0f)); /* -inf is no number times zero */
+            sum = sum + v_exp(e) * e;
+        }
+        total += (double)v_sum(sum);
+    }
+    return total;
+}
+
+/* row_loss, logits, labels, seeds, row_confidence, right; f[0]: confidence; flag: gradient.
+ * H = log sum - mean and log p + H = x - max - mean, with mean = sum of p (x - max). */
+INLINE void cross_entropy_confident_as(const ith_cpu_rows *a, int64_t begin, int64_t end, bool bf16)
+{
+    int64_t words = a->t[1].shape[1];
+    for (int64_t r = begin; r < end; r++) {
+        char *x = row_at(a->t[1], r);
+        int64_t label = ((const int32_t *)a->t[2].data)[r * a->t[2].stride[0]];
+        ITH_ASSERT(label >= 0 && label < words);
+        float max = row_max(x, words, bf16), at_label = v_load_part(x, label, 1, 0.0f, bf16)[0];
+        double sum = exp_sum(x, words, v_set(max), bf16);
+        bool right = at_label >= max;
+        float log_sum = (float)log(sum), c = right ? a->f[0] : 0.0f;
+        float mean = right ? (float)(exp_weighted_sum(x, words, max, bf16) / sum) : 0.0f;
+        ((float *)a->t[0].data)[r * a->t[0].stride[0]] = max + log_sum - at_label;
+        ((float *)a->t[4].data)[r * a->t[4].stride[0]] = c * (log_sum - mean);
+        ((float *)a->t[5].data)[r * a->t[5].stride[0]] = right;
+        if (!a->flag)
+            continue;
+        V seed = v_set(((const float *)a->t[3].data)[r * a->t[3].stride[0]]), top = v_set(max);
+        for (int64_t i = 0; i < words; i += VW) {
+            V e = v_max(v_get(x, i, words - i, bf16) - top, v_set(-100.0f));
+            V p = v_exp(e - v_set(log_sum));
+            v_put(x, i, words - i, (p - v_set(c) * p * (e - v_set(mean))) * seed, bf16);
+        }
+        V e = v_set(at_label) - top, p = v_exp(e - v_set(log_sum));
+        V at = p - v_set(1.0f) - v_set(c) * p * (e - v_set(mean));
+        v_store_part(x, label, 1, at * seed, bf16);
+    }
+}
+ROWS_TASK(cross_entropy_confident, 1, cross_entropy_confident_as)
 
 /* ---- sums in double: a, b; indices are parts of i[0] elements, each leaves one double ---- */
 
@@ -563,6 +619,7 @@ static void adamw(void *arg, int64_t begin, int64_t end, int thread)
     .rmsnorm_forward = rmsnorm_forward, .rmsnorm_backward = rmsnorm_backward,                      \
     .rope_forward = rope_forward, .rope_backward = rope_backward,                                  \
     .swiglu_forward = swiglu_forward, .swiglu_backward = swiglu_backward, .add = add,              \
-    .cast = cast, .cross_entropy = cross_entropy, .dot = dot,                                      \
+    .cast = cast, .cross_entropy = cross_entropy,                                                  \
+    .cross_entropy_confident = cross_entropy_confident, .dot = dot,                                \
     .embedding_backward = embedding_backward, .combine = combine,                                  \
     .combine_backward = combine_backward, .router_forward = router_forward, .adamw = adamw,

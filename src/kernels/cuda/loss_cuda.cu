@@ -42,15 +42,10 @@ __device__ __forceinline__ running join_block(running r)
     return r;
 }
 
+/* log sum exp of a row, in all threads. */
 template <typename T, int N>
-__global__ void __launch_bounds__(ROW_THREADS)
-    cross_entropy_rows(float *__restrict__ row_loss, T *logits, const int32_t *__restrict__ labels,
-                       const float *__restrict__ seeds, int64_t words, int64_t stride,
-                       bool gradient)
+__device__ __forceinline__ running row_running(const T *at, int64_t words)
 {
-    int64_t row = blockIdx.x;
-    T *at = logits + row * stride;
-    int32_t label = labels[row];
     running r = {-INFINITY, 0};
     for (int64_t j = threadIdx.x * N; j < words; j += ROW_THREADS * N) {
         float x[N], top;
@@ -67,7 +62,19 @@ __global__ void __launch_bounds__(ROW_THREADS)
         for (int i = 0; i < N; i++)
             r.sum += x[i] == -INFINITY ? 0.0f : exp_of<T>(x[i] - r.max);
     }
-    r = join_block(r);
+    return join_block(r);
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(ROW_THREADS)
+    cross_entropy_rows(float *__restrict__ row_loss, T *logits, const int32_t *__restrict__ labels,
+                       const float *__restrict__ seeds, int64_t words, int64_t stride,
+                       bool gradient)
+{
+    int64_t row = blockIdx.x;
+    T *at = logits + row * stride;
+    int32_t label = labels[row];
+    running r = row_running<T, N>(at, words);
     float lse = r.max + logf(r.sum);
     if (threadIdx.x == 0)
         row_loss[row] = lse - to_f32(at[label]);
@@ -97,6 +104,76 @@ static ith_status cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor lo
     cross_entropy_rows<T, N><<<(unsigned)logits.shape[0], ROW_THREADS, 0, ith_cuda_stream(ctx)>>>( \
         (float *)row_loss.data, (T *)logits.data, (const int32_t *)labels.data,                    \
         (const float *)seeds.data, logits.shape[1], logits.stride[0], gradient)
+    ITH_BY_TYPE(logits.dtype, {
+        if (wide)
+            LAUNCH(WIDE<T>);
+        else
+            LAUNCH(1);
+    });
+#undef LAUNCH
+    return ITH_CUDA_LAUNCHED(ctx, logits);
+}
+
+/* A third read, for the entropy, only where the label is the likeliest: H = log sum - mean and
+ * log p + H = x - max - mean, with mean = sum of p (x - max). */
+template <typename T, int N>
+__global__ void __launch_bounds__(ROW_THREADS)
+    confident_rows(float *__restrict__ row_loss, float *__restrict__ row_confidence,
+                   float *__restrict__ right, T *logits, const int32_t *__restrict__ labels,
+                   const float *__restrict__ seeds, int64_t words, int64_t stride, float confidence,
+                   bool gradient)
+{
+    int64_t row = blockIdx.x;
+    T *at = logits + row * stride;
+    int32_t label = labels[row];
+    running r = row_running<T, N>(at, words);
+    float log_sum = logf(r.sum), at_label = to_f32(at[label]), mean = 0;
+    bool is_right = at_label >= r.max;
+    float c = is_right ? confidence : 0.0f;
+    for (int64_t j = threadIdx.x * N; is_right && j < words; j += ROW_THREADS * N) {
+        float x[N];
+        load_any<T, N>(x, at + j);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            float e = fmaxf(x[i] - r.max, -100.0f); /* -inf is no number times zero */
+            mean += exp_of<T>(e) * e;
+        }
+    }
+    mean = block_sum<ROW_THREADS>(mean) / r.sum; /* by now all have read the label's logit */
+    if (threadIdx.x == 0) {
+        row_loss[row] = r.max + log_sum - at_label;
+        row_confidence[row] = c * (log_sum - mean);
+        right[row] = is_right ? 1.0f : 0.0f;
+    }
+    if (!gradient)
+        return;
+    float seed = seeds[row];
+    int64_t pieces = words / N;
+    for (int64_t n = pieces - 1 - threadIdx.x; n >= 0; n -= ROW_THREADS) {
+        float x[N];
+        load_any<T, N>(x, at + n * N);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            float e = fmaxf(x[i] - r.max, -100.0f), p = exp_of<T>(e - log_sum);
+            x[i] = (p - (n * N + i == label ? 1.0f : 0.0f) - c * p * (e - mean)) * seed;
+        }
+        store_f32<T, N>(at + n * N, x);
+    }
+}
+
+static ith_status cross_entropy_confident(ith_ctx *ctx, ith_tensor row_loss,
+                                          ith_tensor row_confidence, ith_tensor right,
+                                          ith_tensor logits, ith_tensor labels, ith_tensor seeds,
+                                          float confidence, bool gradient)
+{
+    if (logits.shape[0] == 0)
+        return ITH_OK;
+    bool wide = rows_aligned(logits, 16 / ith_dtype_bytes(logits.dtype));
+#define LAUNCH(N)                                                                                  \
+    confident_rows<T, N><<<(unsigned)logits.shape[0], ROW_THREADS, 0, ith_cuda_stream(ctx)>>>(     \
+        (float *)row_loss.data, (float *)row_confidence.data, (float *)right.data,                 \
+        (T *)logits.data, (const int32_t *)labels.data, (const float *)seeds.data,                 \
+        logits.shape[1], logits.stride[0], confidence, gradient)
     ITH_BY_TYPE(logits.dtype, {
         if (wide)
             LAUNCH(WIDE<T>);
@@ -186,6 +263,7 @@ static ith_status sumsq_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor x)
 void ith_cuda_fill_loss(struct ith_backend *b)
 {
     b->cross_entropy.run = cross_entropy;
+    b->cross_entropy_confident.run = cross_entropy_confident;
     b->dot_accumulate.run = dot_accumulate;
     b->dot_accumulate.workspace = dot_workspace;
     b->sumsq_accumulate.run = sumsq_accumulate;
