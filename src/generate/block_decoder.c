@@ -1,8 +1,8 @@
 /* block_decoder.c - block by block, with a cache.
  * Invariants: 1. row b*C + p of a cache layer holds position p of sequence b; rows of the running
- * block are overwritten by every forward until its commit. 2. A written token is final. 3. Every
- * step writes at least one token, unless its quota is 0. 4. Sequences that are done ride along;
- * their results are not used. */
+ * block are overwritten by every forward until its commit. 2. A written token is final, unless
+ * edits are on. 3. Every step writes at least one token, unless its quota is 0 or no mask is left.
+ * 4. Sequences that are done ride along; their results are not used. */
 #include "generate/block_decoder.h"
 
 #include <math.h>
@@ -166,6 +166,7 @@ typedef struct {
     ith_block_answer *answer;
     int64_t begin; /* of the running block */
     int64_t step;  /* within it */
+    int64_t post;  /* steps without a mask in it */
     bool committing, done;
 } sequence;
 
@@ -217,9 +218,9 @@ typedef struct {
     double confidence;
 } candidate;
 
-/* The id and its probability; greedy, or drawn from the softmax at this temperature. */
+/* The id and its probability; the likeliest, or drawn from the softmax at this temperature. */
 static candidate candidate_at(const ith_block_how *how, const float *logits, int64_t vocab,
-                              int64_t position, uint64_t stream, int64_t step)
+                              int64_t position, bool draws, uint64_t stream, int64_t step)
 {
     int64_t best = -1;
     double max = -(double)INFINITY, sum = 0,
@@ -231,7 +232,7 @@ static candidate candidate_at(const ith_block_how *how, const float *logits, int
     }
     for (int64_t v = 0; v < vocab; v++)
         sum += exp(((double)logits[v] - max) * scale);
-    if (how->temperature > 0) {
+    if (draws && how->temperature > 0) {
         uint64_t index = (uint64_t)position + ((uint64_t)step << 32);
         double masked = exp(((double)logits[how->mask_id] - max) * scale), seen = 0;
         double draw = ith_rng_uniform(how->seed, stream, index) * (sum - masked);
@@ -283,32 +284,67 @@ static void most_confident_first(candidate *c, int64_t n, int64_t take)
     }
 }
 
-/* Writes what this step accepts; logits: of the block's first row. Returns whether a stop id was
- * among it. scratch: [block]. */
-static bool accept(ith_block_decoder *d, sequence *s, int64_t i, const ith_block_how *how,
-                   const float *logits, candidate *scratch)
+static void write_token(sequence *s, int64_t i, const ith_block_how *how, const candidate *c)
+{
+    ith_block_answer *a = s->answer;
+    if (a->row.ids[c->position] == how->mask_id)
+        a->revealed[c->position] = (int32_t)a->steps;
+    else
+        a->edits++;
+    a->row.ids[c->position] = c->id;
+    if (how->written)
+        how->written(how->arg, i, c->position, c->id, c->confidence, a->steps);
+}
+
+/* What one step did to its block. */
+typedef struct {
+    int64_t masks, written; /* masks before it; tokens written or replaced */
+    bool stop;              /* a stop id among them */
+} step_result;
+
+/* Candidates of edits, of the same forward as the masks: taken before anything is written. */
+static int64_t find_edits(const ith_block_decoder *d, const sequence *s, const ith_block_how *how,
+                          const float *logits, candidate *out)
+{
+    int64_t vocab = d->hf.vocab_size, n = 0;
+    const int32_t *row = s->answer->row.ids;
+    for (int64_t p = ith_max_i64(s->begin, s->answer->prompt); p < s->begin + d->block; p++) {
+        if (row[p] == how->mask_id)
+            continue;
+        candidate c =
+            candidate_at(how, logits + (p - s->begin) * vocab, vocab, p, false, 0, s->step);
+        if (c.id != row[p] && c.confidence > how->edit_threshold)
+            out[n++] = c;
+    }
+    return n;
+}
+
+/* Writes what this step accepts; logits: of the block's first row. scratch: [2*block]. */
+static step_result accept(ith_block_decoder *d, sequence *s, int64_t i, const ith_block_how *how,
+                          const float *logits, candidate *scratch)
 {
     int64_t vocab = d->hf.vocab_size, n = 0, above = 0, quota = quota_of(how, s->step);
-    int32_t *row = s->answer->row.ids;
-    bool stop = false;
+    const int32_t *row = s->answer->row.ids;
+    candidate *edits = scratch + d->block;
+    int64_t num_edits = how->edit ? find_edits(d, s, how, logits, edits) : 0;
     for (int64_t p = s->begin; p < s->begin + d->block; p++)
         if (row[p] == how->mask_id) {
-            scratch[n] = candidate_at(how, logits + (p - s->begin) * vocab, vocab, p,
+            scratch[n] = candidate_at(how, logits + (p - s->begin) * vocab, vocab, p, true,
                                       how->first_stream + (uint64_t)i, s->step);
             above += scratch[n++].confidence > how->threshold;
         }
     int64_t take = above >= quota ? above : ith_min_i64(quota, n);
     most_confident_first(scratch, n, take);
-    for (int64_t k = 0; k < take; k++) {
-        row[scratch[k].position] = scratch[k].id;
-        stop |= is_stop(how, scratch[k].id);
-        if (how->written)
-            how->written(how->arg, i, scratch[k].position, scratch[k].id, scratch[k].confidence,
-                         s->answer->steps);
+    step_result r = {.masks = n, .written = take + num_edits};
+    for (int64_t k = 0; k < r.written; k++) {
+        const candidate *c = k < take ? &scratch[k] : &edits[k - take];
+        write_token(s, i, how, c);
+        r.stop |= is_stop(how, c->id);
     }
     s->answer->steps++;
     s->step++;
-    return stop;
+    s->post += n == 0;
+    return r;
 }
 
 /* First stop id of the answer in [prompt, end), or -1; *complete: no mask before it. */
@@ -343,6 +379,13 @@ static void finish(sequence *s, const ith_block_how *how)
     s->done = true;
 }
 
+static void next_block(const ith_block_decoder *d, sequence *s)
+{
+    s->begin += d->block;
+    s->step = s->post = 0;
+    s->committing = false;
+}
+
 /* After a forward: writes, and moves on to the commit, the next block, or the end. */
 static void advance(ith_block_decoder *d, sequence *s, int64_t i, const ith_block_how *how,
                     const float *logits, candidate *scratch)
@@ -351,25 +394,34 @@ static void advance(ith_block_decoder *d, sequence *s, int64_t i, const ith_bloc
     bool complete = false;
     if (s->committing) {
         a->commits++;
-        s->committing = false;
-        s->begin += d->block;
-        s->step = 0;
+        next_block(d, s);
         return;
     }
-    bool stop = accept(d, s, i, how, logits, scratch);
+    step_result r = accept(d, s, i, how, logits, scratch);
     int64_t end = s->begin + d->block;
-    if (how->early_stop && stop && first_stop(how, a, end, &complete) >= 0 && complete) {
+    if (how->early_stop && r.stop && first_stop(how, a, end, &complete) >= 0 && complete) {
         a->blocks++;
         finish(s, how);
         return;
     }
     if (has_mask(s, how, d->block) && s->step < steps_of(how))
         return;
+    if (how->edit && r.written && s->post < how->max_post_steps)
+        return;
     a->blocks++;
     if (first_stop(how, a, end, &complete) >= 0 || end >= a->row.count)
         finish(s, how);
-    else
+    else if (r.written)
         s->committing = true;
+    else /* the cache holds these very tokens */
+        next_block(d, s);
+}
+
+void ith_block_answer_deinit(ith_block_answer *answer)
+{
+    ith_ids_free(&answer->row);
+    ith_free(answer->revealed);
+    answer->revealed = NULL;
 }
 
 static ith_status make_row(ith_block_answer *a, const ith_ids *prompt, const ith_block_how *how,
@@ -381,6 +433,8 @@ static ith_status make_row(ith_block_answer *a, const ith_ids *prompt, const ith
     ITH_TRY(ith_grow(&ids, &a->row.cap, len, 4, "tokens", err));
     a->row.ids = ids;
     a->row.count = len;
+    ITH_TRY(ith_alloc((void **)&a->revealed, len * 4, "tokens", err));
+    memset(a->revealed, 0xff, (size_t)len * 4);
     memcpy(a->row.ids, prompt->ids, (size_t)prompt->count * 4);
     for (int64_t p = prompt->count; p < len; p++)
         a->row.ids[p] = how->mask_id;
@@ -431,7 +485,8 @@ ith_status ith_block_decoder_generate(ith_block_decoder *d, const ith_ids *promp
         out[i] = (ith_block_answer){0};
     ITH_TRY_OUT(ith_alloc_zero((void **)&seqs, batch, sizeof *seqs, "sequences", err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&ranges, 2 * batch, sizeof *ranges, "sequences", err));
-    ITH_TRY_OUT(ith_alloc_zero((void **)&scratch, d->block, sizeof *scratch, "candidates", err));
+    ITH_TRY_OUT(
+        ith_alloc_zero((void **)&scratch, 2 * d->block, sizeof *scratch, "candidates", err));
     for (int64_t i = 0; i < num; i++) {
         ITH_TRY_OUT(make_row(&out[i], &prompts[i], how, err));
         ITH_ASSERT(out[i].row.count <= d->options.capacity);
@@ -440,7 +495,7 @@ ith_status ith_block_decoder_generate(ith_block_decoder *d, const ith_ids *promp
     status = run(d, seqs, num, how, ranges, ranges + batch, scratch, err);
 out:
     for (int64_t i = 0; i < num && status != ITH_OK; i++)
-        ith_ids_free(&out[i].row);
+        ith_block_answer_deinit(&out[i]);
     ith_free(seqs);
     ith_free(ranges);
     ith_free(scratch);

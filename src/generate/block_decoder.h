@@ -6,11 +6,15 @@
  *   step    one forward of the block's rows against the cache and themselves; at each mask the
  *           likeliest id but the mask id is the candidate, its probability the confidence (the mask
  *           id counts in the denominator). Candidates above the threshold are written when there
- * are at least `quota` of them, else the quota most confident ones (equal: lower position). commit
- * one more forward of the finished block, so that the cache holds its final tokens; not for the
- * last block. Exact: earlier blocks never see later ones. Temperature 0 takes the likeliest id;
- * above it, ids are drawn, keyed by (seed, stream, position, step). Sequences of a batch do not
- * touch each other. */
+ *           are at least `quota` of them, else the quota most confident ones (equal: lower
+ *           position). With `edit`, a written token whose likeliest id is another one, above
+ *           edit_threshold, is replaced in the same step; once no mask is left, steps go on until
+ *           one changes nothing, at most max_post_steps.
+ *   commit  one more forward of the finished block, so that the cache holds its final tokens; not
+ *           for the last block, nor after a step that changed nothing.
+ * Exact: earlier blocks never see later ones. Temperature 0 takes the likeliest id; above it, ids
+ * are drawn, keyed by (seed, stream, position, step); edits are never drawn. Sequences of a batch
+ * do not touch each other. */
 #ifndef ITH_GENERATE_BLOCK_DECODER_H
 #define ITH_GENERATE_BLOCK_DECODER_H
 
@@ -27,9 +31,13 @@ typedef struct {
     const int32_t *stop_ids;
     int num_stop_ids;
     bool early_stop; /* stop within a block once all before the first stop id is written */
+    bool edit;
+    double edit_threshold;
+    int64_t max_post_steps;
     double temperature;
     uint64_t seed, first_stream; /* sequence i draws from stream first_stream + i */
-    /* A token was written. step: forwards of this sequence so far, from 0. NULL: nobody looks. */
+    /* A token was written (or replaced); the row is in the caller's answer. step: forwards of this
+     * sequence so far, from 0. NULL: nobody looks. */
     void (*written)(void *arg, int64_t i, int64_t position, int32_t id, double confidence,
                     int64_t step);
     void *arg;
@@ -38,10 +46,12 @@ typedef struct {
 typedef struct {
     ith_ids row;         /* prompt, then the blocks, masks where generation stopped; owned */
     int64_t prompt, end; /* the answer is row[prompt, end), a stop id included */
+    int32_t *revealed;   /* [row.count] step that first wrote the token; -1: none did; owned */
     bool stopped;        /* by a stop id */
     int64_t steps;       /* forwards that could write */
     int64_t commits;     /* forwards that only filled the cache */
     int64_t blocks;      /* blocks decoded */
+    int64_t edits;       /* tokens replaced */
 } ith_block_answer;
 
 typedef struct {
@@ -65,7 +75,9 @@ ith_status ith_block_decoder_open(ith_block_decoder *d, const char *model_dir,
 void ith_block_decoder_close(ith_block_decoder *d);
 /* Rows that hold a prompt of this length and its answer. */
 int64_t ith_block_row_len(int64_t prompt, int64_t max_new, int64_t block);
-/* Answers to num prompts; out[i] is filled (its row freed with ith_ids_free). */
+void ith_block_answer_deinit(ith_block_answer *answer);
+/* Answers to num prompts, of which none is longer than options.capacity holds with its answer;
+ * out[i] is filled, and deinit by the caller. */
 ith_status ith_block_decoder_generate(ith_block_decoder *d, const ith_ids *prompts, int64_t num,
                                       const ith_block_how *how, ith_block_answer *out,
                                       ith_error *err);

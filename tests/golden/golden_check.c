@@ -863,7 +863,7 @@ static void check_decode_run(const golden *g, const options *o, const json_t *ru
                "decode %s forwards but the last commit", name);
         if (batch == 1)
             record(r, trace.worst, scale > 1 ? 1e-5 : 1e-6, "decode %s confidence", name);
-        ith_ids_free(&answers[i].row);
+        ith_block_answer_deinit(&answers[i]);
     }
     ith_block_decoder_close(&d);
     ith_buf_deinit(&path);
