@@ -38,6 +38,10 @@ static const converter_row converters[ITH_CONVERTER_COUNT] = {
                                 "conversations",
                                 conv_sharegpt},
     [ITH_CONVERTER_PAIR] = {"pair", {"chosen", NULL, NULL}, "chosen, rejected", conv_pair},
+    [ITH_CONVERTER_TOKENID] = {"tokenid",
+                               {"input_ids", NULL, NULL},
+                               "input_ids, prompt_lengths",
+                               conv_tokenid},
 };
 
 typedef struct {
@@ -198,7 +202,7 @@ ith_status ith_convert_detect(const json_t *row, ith_converter wanted, ith_conve
     if (wanted == ITH_CONVERTER_AUTO)
         return ith_fail(err, ITH_ERR_FORMAT,
                         "found the keys %s; expected messages (canonical), instruction and output "
-                        "(alpaca) or conversations (sharegpt)",
+                        "(alpaca), conversations (sharegpt) or input_ids (tokenid)",
                         found);
     return ith_fail(err, ITH_ERR_FORMAT, "found the keys %s; converter %s expects %s%s", found,
                     ith_converter_name(wanted), converters[wanted].expected, hint);
@@ -293,7 +297,10 @@ void ith_converted_deinit(ith_converted *converted)
     json_decref(converted->tools);
     json_decref(converted->chosen);
     json_decref(converted->rejected);
+    json_decref(converted->input_ids);
+    json_decref(converted->reveal_steps);
     converted->messages = converted->tools = converted->chosen = converted->rejected = NULL;
+    converted->input_ids = converted->reveal_steps = NULL;
 }
 
 ith_status ith_convert_row(ith_converter converter, const json_t *row,

@@ -10,6 +10,10 @@
  *   alpaca     system, instruction, input, output
  *   sharegpt   conversations: [{from: human|gpt|system|observation|function_call, value}], tools
  *   pair       chosen, rejected: preference data; SFT refuses it
+ *   tokenid    input_ids, prompt_lengths: ids that need no template; ids from prompt_lengths on are
+ *              trained. With reveal_steps (one number per trained id: the step of the decoder that
+ *              wrote it) the row is a recorded trajectory, see noise.h. Instead of messages it
+ *              gives ids.
  *
  * A null field is an absent field. A row that cannot be used is dropped for a reason that is
  * counted and named, never silently. Only fields that are read are checked. */
@@ -28,6 +32,7 @@ typedef enum {
     ITH_CONVERTER_ALPACA,
     ITH_CONVERTER_SHAREGPT,
     ITH_CONVERTER_PAIR,
+    ITH_CONVERTER_TOKENID,
     ITH_CONVERTER_COUNT
 } ith_converter;
 
@@ -89,6 +94,9 @@ typedef struct {
     json_t *messages;          /* canonical, new */
     json_t *tools;             /* JSON text or array as the row had it, new; NULL when absent */
     json_t *chosen, *rejected; /* canonical messages of preference data, in place of messages */
+    json_t *input_ids;         /* of tokenid rows, in place of messages: integers, new */
+    int64_t prompt_length;     /* of them, in [0, their number) */
+    json_t *reveal_steps;      /* integers >= 0, one per id after the prompt, new; or NULL */
     ith_drop drop;             /* not NONE: the row is dropped, messages and tools are NULL */
     char detail[ITH_DROP_DETAIL_BYTES];
     int64_t num_messages_dropped[ITH_DROP_COUNT]; /* the row stays */

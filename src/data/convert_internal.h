@@ -48,5 +48,6 @@ ith_status conv_canonical(conversion *c);
 ith_status conv_alpaca(conversion *c);
 ith_status conv_sharegpt(conversion *c);
 ith_status conv_pair(conversion *c);
+ith_status conv_tokenid(conversion *c);
 
 #endif

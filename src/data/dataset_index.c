@@ -113,7 +113,9 @@ static ith_status index_row(const ith_dataset *d, index_piece *piece, int64_t pa
     ITH_TRY(ith_dataset_read(d, part, row, &converted, &piece->err));
     count_drops(piece, part, row, &converted);
     ith_status status = ITH_OK;
-    if (converted.drop == ITH_DROP_NONE)
+    if (converted.drop == ITH_DROP_NONE && converted.input_ids)
+        status = add_sample(piece, part, row, 0);
+    else if (converted.drop == ITH_DROP_NONE)
         status = index_messages(d, piece, part, row, &converted);
     ith_converted_deinit(&converted);
     return status;

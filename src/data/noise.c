@@ -15,7 +15,8 @@ struct ith_noiser {
     float *weights;
     double *u;
     bool *may;
-    double factor; /* of the weights being put */
+    double factor;        /* of the weights being put */
+    const int32_t *steps; /* of a trajectory; NULL: not one */
     /* the batch being made */
     ith_micro_batch out;
 };
@@ -189,6 +190,31 @@ int64_t ith_noise_tokens(const ith_noise_options *o, const int32_t *x0, const bo
     return masked;
 }
 
+int64_t ith_noise_states(const ith_noise_options *o, const int32_t *x0, const bool *may,
+                         const int32_t *steps, int64_t from, int64_t to, int64_t len, int32_t *xt,
+                         int32_t *target)
+{
+    int64_t targets = 0;
+    for (int64_t i = 0; i < len; i++) {
+        bool masked = may[i] && steps[i] >= from, hit = masked && steps[i] < to;
+        xt[i] = masked ? o->mask_id : x0[i];
+        target[i] = hit ? x0[i] : -100;
+        targets += hit;
+    }
+    return targets;
+}
+
+void ith_noise_draw_states(int64_t num_steps, double u, int64_t *from, int64_t *to)
+{
+    ITH_ASSERT(num_steps > 0);
+    int64_t pairs = num_steps * (num_steps + 1) / 2, i = 0,
+            k = ith_min_i64((int64_t)(u * (double)pairs), pairs - 1);
+    for (; k >= num_steps - i; i++)
+        k -= num_steps - i;
+    *from = i;
+    *to = i + 1 + k;
+}
+
 /* Sample d of a batch with its padding: x0, may, weights. Returns its length. */
 static int64_t take_sample(ith_noiser *n, const ith_samples *samples, const ith_micro_batch *clean,
                            int64_t d)
@@ -201,10 +227,14 @@ static int64_t take_sample(ith_noiser *n, const ith_samples *samples, const ith_
         n->weights[i] = n->may[i] ? clean->weights[begin + i - 1] : 0;
     }
     bool cut = false;
+    n->steps = NULL;
     if (samples) {
         ith_sample s = ith_samples_get(samples, clean->sample[d]);
         cut = s.full_tokens > s.num_tokens;
+        n->steps = s.steps;
     }
+    if (n->steps)
+        return len;
     bool ends = len > 0 && n->may[len - 1] && !cut;
     int64_t total = ends || o->padding == ITH_PAD_FULL ? padded_len(o, len) : len;
     if (o->padding == ITH_PAD_END && len > 0 && n->x0[len - 1] == o->end_id)
@@ -235,6 +265,19 @@ static double add_copy(ith_noiser *n, double t, bool other, int64_t len, int64_t
     return inverse ? all : n->out.weight_sum - before;
 }
 
+/* A sample of a trajectory; returns its part of C. */
+static double add_states(ith_noiser *n, double u, int64_t len, int64_t sample)
+{
+    double before = n->out.weight_sum;
+    int64_t num_steps = 1, from = 0, to = 0;
+    for (int64_t i = 0; i < len; i++)
+        num_steps = ith_max_i64(num_steps, n->may[i] ? (int64_t)n->steps[i] + 1 : 0);
+    ith_noise_draw_states(num_steps, u, &from, &to);
+    (void)ith_noise_states(&n->options, n->x0, n->may, n->steps, from, to, len, n->xt, n->target);
+    ith_noiser_add(n, n->x0, n->xt, n->target, n->weights, len, sample);
+    return n->out.weight_sum - before;
+}
+
 void ith_noiser_apply(ith_noiser *n, const ith_samples *samples, const ith_micro_batch *clean,
                       int64_t epoch, int64_t num_micro, ith_micro_batch *out)
 {
@@ -245,7 +288,11 @@ void ith_noiser_apply(ith_noiser *n, const ith_samples *samples, const ith_micro
         int64_t sample = clean->sample[d], len = take_sample(n, samples, clean, d);
         uint64_t stream = ith_rng_u64(o->seed, ith_rng_stream("diffusion noise") + (uint64_t)epoch,
                                       (uint64_t)sample);
-        double t = o->low + (o->high - o->low) * ith_rng_uniform(o->seed, stream, 0);
+        double draw = ith_rng_uniform(o->seed, stream, 0), t = o->low + (o->high - o->low) * draw;
+        if (n->steps) {
+            part += add_states(n, draw, len, sample);
+            continue;
+        }
         for (int64_t i = 0; i < len; i++)
             n->u[i] = ith_rng_uniform(o->seed, stream, (uint64_t)i + 1);
         part += add_copy(n, t, false, len, sample);

@@ -10,6 +10,12 @@
  * the last noisy one on. Random masking is xt alone, every row seeing all of its document. A loss
  * row is the row of a masked token, or with shifted labels the row before it.
  *
+ * A recorded trajectory (samples.h) is trained by path distillation instead of drawn masks. Its
+ * state m holds what the decoder had written before step m, of N steps; two states i < j are drawn
+ * uniformly from 0..N. xt is state i, the targets are the tokens written from i on and before j:
+ * what the decoder needed j - i steps for is to be written in one. Nothing is padded, and both
+ * weights count the targets.
+ *
  * The weights follow the one gradient rule: weight_sum of a batch is its part of C.
  *   ONE      C counts masked tokens
  *   INVERSE  a masked token weighs 1/t, C counts all tokens that may be masked (the ELBO per token)
@@ -72,6 +78,13 @@ void ith_noiser_end(ith_noiser *n, ith_micro_batch *out);
 int64_t ith_noise_tokens(const ith_noise_options *o, const int32_t *x0, const bool *may,
                          const double *u, double t, bool other, int64_t len, int32_t *xt,
                          int32_t *target);
+
+/* The same for states `from` and `to` of a trajectory with steps [len]. */
+int64_t ith_noise_states(const ith_noise_options *o, const int32_t *x0, const bool *may,
+                         const int32_t *steps, int64_t from, int64_t to, int64_t len, int32_t *xt,
+                         int32_t *target);
+/* States 0 <= *from < *to <= num_steps, all pairs alike, from u uniform in [0, 1). */
+void ith_noise_draw_states(int64_t num_steps, double u, int64_t *from, int64_t *to);
 
 #ifdef __cplusplus
 }

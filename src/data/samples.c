@@ -285,9 +285,15 @@ static ith_status append_runs(ith_samples *s, const float *weights, int64_t coun
     return ITH_OK;
 }
 
-ith_status samples_append(ith_samples *s, const int32_t *ids, const float *weights, int64_t count,
-                          const stored_sample *from, bool store_ids, bool *has_target,
-                          ith_error *err)
+/* Ids of the table's memory: those of the sample, then its steps. */
+static int64_t stored_ids(const stored_sample *t)
+{
+    return (1 + (int64_t)t->has_steps) * t->num_tokens;
+}
+
+ith_status samples_append(ith_samples *s, const int32_t *ids, const float *weights,
+                          const int32_t *steps, int64_t count, const stored_sample *from,
+                          bool *has_target, ith_error *err)
 {
     ITH_ASSERT(count > 0 && count <= INT32_MAX);
     int64_t runs_before = s->num_runs;
@@ -296,17 +302,19 @@ ith_status samples_append(ith_samples *s, const int32_t *ids, const float *weigh
     sample.num_runs = sample.num_labels = 0;
     sample.weight_sum = 0;
     sample.id_begin = s->num_ids;
+    sample.has_steps = steps != NULL;
     ITH_TRY(append_runs(s, weights, count, &sample, err));
     *has_target = sample.num_labels > 0;
     if (!*has_target) {
         s->num_runs = runs_before;
         return ITH_OK;
     }
-    if (store_ids) {
-        ITH_TRY(ith_grow((void **)&s->ids, &s->cap_ids, s->num_ids + count, 4, "samples", err));
-        memcpy(s->ids + s->num_ids, ids, (size_t)count * 4);
-    }
-    s->num_ids += count;
+    int64_t stored = stored_ids(&sample);
+    ITH_TRY(ith_grow((void **)&s->ids, &s->cap_ids, s->num_ids + stored, 4, "samples", err));
+    memcpy(s->ids + s->num_ids, ids, (size_t)count * 4);
+    if (steps)
+        memcpy(s->ids + s->num_ids + count, steps, (size_t)count * 4);
+    s->num_ids += stored;
     ITH_TRY(ith_grow((void **)&s->table, &s->cap_stored, s->num_stored + 1, sizeof *s->table,
                      "samples", err));
     s->table[s->num_stored++] = sample;
@@ -316,10 +324,11 @@ ith_status samples_append(ith_samples *s, const int32_t *ids, const float *weigh
 /* One row of the table, which may come from a file: inside of what it points into? */
 static bool sample_ok(const ith_samples *s, const stored_sample *t)
 {
-    if (t->num_tokens <= 0 || t->id_begin < 0 || t->id_begin > s->num_ids - t->num_tokens ||
-        t->num_runs <= 0 || t->run_begin < 0 || t->run_begin > s->num_runs - t->num_runs ||
-        t->part < 0 || t->part >= ith_max_i64(s->num_parts, 1) || t->row < 0 || t->cut < 0 ||
-        t->num_media < 0 || t->media_begin < 0 || t->media_begin > s->num_media - t->num_media)
+    if (t->num_tokens <= 0 || t->has_steps < 0 || t->has_steps > 1 || t->id_begin < 0 ||
+        t->id_begin > s->num_ids - stored_ids(t) || t->num_runs <= 0 || t->run_begin < 0 ||
+        t->run_begin > s->num_runs - t->num_runs || t->part < 0 ||
+        t->part >= ith_max_i64(s->num_parts, 1) || t->row < 0 || t->cut < 0 || t->num_media < 0 ||
+        t->media_begin < 0 || t->media_begin > s->num_media - t->num_media)
         return false;
     int64_t labels = 0;
     double sum = 0;
@@ -355,13 +364,14 @@ ith_status samples_sum(ith_samples *s, ith_error *err)
     for (int64_t i = 0; i < s->num_stored; i++)
         if (!sample_ok(s, &s->table[i]))
             return ith_fail(err, ITH_ERR_FORMAT, "sample %" PRId64 " of the table is damaged", i);
-    s->num_tokens = s->num_labels = s->num_truncated = s->tokens_lost = 0;
+    s->num_tokens = s->num_labels = s->num_truncated = s->tokens_lost = s->num_trajectories = 0;
     for (int64_t i = 0; i < s->num_entries; i++) {
         if (s->entries[i] < 0 || s->entries[i] >= s->num_stored)
             return ith_fail(err, ITH_ERR_FORMAT, "entry %" PRId64 " of the table is damaged", i);
         const stored_sample *t = &s->table[s->entries[i]];
         s->num_tokens += t->num_tokens;
         s->num_labels += t->num_labels;
+        s->num_trajectories += t->has_steps;
         s->num_truncated += t->full_tokens > t->num_tokens;
         s->tokens_lost += ith_max_i64(t->full_tokens - t->num_tokens, 0);
     }
@@ -388,6 +398,11 @@ int64_t ith_samples_num_labels(const ith_samples *s)
     return s->num_labels;
 }
 
+int64_t ith_samples_num_trajectories(const ith_samples *s)
+{
+    return s->num_trajectories;
+}
+
 int64_t ith_samples_num_truncated(const ith_samples *s, int64_t *tokens_lost)
 {
     if (tokens_lost)
@@ -411,6 +426,7 @@ ith_sample ith_samples_get(const ith_samples *s, int64_t entry)
     ITH_ASSERT(entry >= 0 && entry < s->num_entries);
     const stored_sample *t = &s->table[s->entries[entry]];
     return (ith_sample){.ids = s->ids + t->id_begin,
+                        .steps = t->has_steps ? s->ids + t->id_begin + t->num_tokens : NULL,
                         .num_tokens = t->num_tokens,
                         .runs = s->runs + t->run_begin,
                         .num_runs = t->num_runs,
@@ -536,7 +552,7 @@ ith_status ith_samples_from_arrays(ith_samples **out, int64_t count, const int64
         bool has_target = false;
         stored_sample from = {.row = i, .full_tokens = lengths[i]};
         const float *w = weights ? weights + at : ones;
-        ITH_TRY_OUT(samples_append(s, ids + at, w, lengths[i], &from, true, &has_target, err));
+        ITH_TRY_OUT(samples_append(s, ids + at, w, NULL, lengths[i], &from, &has_target, err));
         if (!has_target) {
             status = ith_fail(err, ITH_ERR_FORMAT, "sample %" PRId64 " has no target", i);
             goto out;

@@ -7,7 +7,8 @@
  * dropped and counted.
  * Invariants: 1. every stored sample has 1..cutoff_len ids and a target: a trained id after its
  * first. 2. The same bytes for any number of threads. 3. An `entry` is one place in an epoch; its
- * sample may be shared with another entry (size or weight above 1).
+ * sample may be shared with another entry (size or weight above 1). 4. A recorded trajectory also
+ * has the step of each id.
  *
  * With a cache folder the ids go to FOLDER/samples-KEY.bin while they are made (memory: a few
  * bytes per sample, whatever the length) and are mapped afterwards; without one they are kept in
@@ -55,6 +56,8 @@ typedef struct {
 } ith_sample_run;
 typedef struct {
     const int32_t *ids; /* valid while the samples are open */
+    const int32_t
+        *steps; /* [num_tokens] of a trajectory: step that wrote the id, -1: prompt; NULL */
     int64_t num_tokens;
     const ith_sample_run *runs;
     int64_t num_runs;
@@ -71,6 +74,7 @@ int64_t ith_samples_count(const ith_samples *samples);      /* entries */
 int64_t ith_samples_num_stored(const ith_samples *samples); /* different ones */
 int64_t ith_samples_num_tokens(const ith_samples *samples); /* of an epoch, after cuts */
 int64_t ith_samples_num_labels(const ith_samples *samples);
+int64_t ith_samples_num_trajectories(const ith_samples *samples); /* entries with steps */
 int64_t ith_samples_num_truncated(const ith_samples *samples, int64_t *tokens_lost);
 ith_sample ith_samples_get(const ith_samples *samples, int64_t entry);
 /* Largest id of all: the model's vocabulary must be larger. */

@@ -69,13 +69,13 @@ static ith_status encode(unit *u, const ith_samples_options *o, const ith_conver
 }
 
 /* Ids [begin, end) of an encoded sample, with those of the items that are whole in it. */
-static ith_status store_part(unit *u, const ith_encoded *e, int64_t begin, int64_t end,
-                             const ith_media_item *items, int64_t num_items,
+static ith_status store_part(unit *u, const ith_encoded *e, const int32_t *steps, int64_t begin,
+                             int64_t end, const ith_media_item *items, int64_t num_items,
                              const stored_sample *from, bool *stored)
 {
     ith_samples *made = &u->made;
-    ITH_TRY(samples_append(made, e->ids.ids + begin, e->weights + begin, end - begin, from, true,
-                           stored, &u->err));
+    ITH_TRY(samples_append(made, e->ids.ids + begin, e->weights + begin,
+                           steps ? steps + begin : NULL, end - begin, from, stored, &u->err));
     if (!*stored || num_items == 0)
         return ITH_OK;
     ITH_TRY(ith_grow((void **)&made->media, &made->cap_media, made->num_media + num_items,
@@ -89,9 +89,10 @@ static ith_status store_part(unit *u, const ith_encoded *e, int64_t begin, int64
 }
 
 /* Cuts or splits one encoded sample, and stores what has a target. Ids and items that do not fit
- * together are why it is dropped. */
+ * together are why it is dropped. steps: or NULL. */
 static ith_status store(unit *u, const ith_samples_options *o, const ith_dataset_sample *sample,
-                        const ith_encoded *e, int32_t *num_made, ith_error *why)
+                        const ith_encoded *e, const int32_t *steps, int32_t *num_made,
+                        ith_error *why)
 {
     stored_sample from = {.row = sample->row, .part = sample->part, .cut = sample->cut};
     const ith_media_item *items = u->media.items;
@@ -110,7 +111,7 @@ static ith_status store(unit *u, const ith_samples_options *o, const ith_dataset
             break;
         }
         from.full_tokens = o->split_long ? end - begin : n;
-        ITH_TRY(store_part(u, e, begin, end, items, num, &from, &stored));
+        ITH_TRY(store_part(u, e, steps, begin, end, items, num, &from, &stored));
         *num_made += stored;
         if (!stored && o->split_long && n > cutoff)
             ith_drops_add(&u->made.drops, ITH_DROP_SPLIT_PART, sample->part, sample->row, "");
@@ -152,13 +153,43 @@ static ith_status encode_one(unit *u, const ith_samples_options *o,
         if (o->media)
             no_loss_on_media(ith_media_ids(o->media), &encoded);
         u->num_items = ith_media_count(row->messages, sample->cut);
-        status = store(u, o, sample, &encoded, num_made, &why);
+        status = store(u, o, sample, &encoded, NULL, num_made, &why);
         if (status != ITH_OK && why.text[0]) {
             ith_drops_add(&u->made.drops, ITH_DROP_RENDER, sample->part, sample->row, why.text);
             status = ITH_OK;
         }
     }
     ith_encoded_deinit(&encoded);
+    return status;
+}
+
+/* A row of ids: its own weights, and the steps of a trajectory. */
+static ith_status store_ids(unit *u, const ith_samples_options *o, const ith_dataset_sample *sample,
+                            const ith_converted *row, int32_t *num_made)
+{
+    int64_t n = (int64_t)json_array_size(row->input_ids), prompt = row->prompt_length;
+    ith_encoded e = {0};
+    int32_t *steps = NULL;
+    ith_status status = ITH_OK;
+    e.ids.count = n;
+    ITH_TRY_OUT(ith_alloc((void **)&e.ids.ids, n * 4, "ids", &u->err));
+    ITH_TRY_OUT(ith_alloc((void **)&e.weights, n * 4, "ids", &u->err));
+    if (row->reveal_steps)
+        ITH_TRY_OUT(ith_alloc((void **)&steps, n * 4, "ids", &u->err));
+    for (int64_t i = 0; i < n; i++) {
+        e.ids.ids[i] = (int32_t)json_integer_value(json_array_get(row->input_ids, (size_t)i));
+        e.weights[i] = i >= prompt ? 1.0f : 0.0f;
+        if (steps && i >= prompt)
+            steps[i] = (int32_t)json_integer_value(
+                json_array_get(row->reveal_steps, (size_t)(i - prompt)));
+        else if (steps)
+            steps[i] = -1;
+    }
+    u->num_items = 0;
+    status = store(u, o, sample, &e, steps, num_made, &u->err);
+out:
+    ith_free(steps);
+    ith_encoded_deinit(&e);
     return status;
 }
 
@@ -203,13 +234,14 @@ static ith_status encode_unit(const unit_batch *batch, unit *u)
     memset(u->num_made, 0, (size_t)count * sizeof *u->num_made);
     ith_converted row;
     ITH_TRY(ith_dataset_read(dataset, all[u->first].part, all[u->first].row, &row, &u->err));
-    ITH_ASSERT(row.drop == ITH_DROP_NONE && row.messages);
+    ITH_ASSERT(row.drop == ITH_DROP_NONE && (row.messages || row.input_ids));
     ith_status status = ITH_OK;
     bool broken = false;
     if (row.has_media && batch->options->media)
         status = prepare_media(u, dataset, batch->options, &all[u->first], row.messages, &broken);
     for (int64_t i = 0; i < count && status == ITH_OK && !broken; i++)
-        status = encode_one(u, batch->options, &all[u->first + i], &row, &u->num_made[i]);
+        status = (row.input_ids ? store_ids : encode_one)(u, batch->options, &all[u->first + i],
+                                                          &row, &u->num_made[i]);
     if (status == ITH_OK)
         status = keep_paths(u);
     ith_media_list_deinit(&u->media);
@@ -285,6 +317,9 @@ static ith_status join_unit(ith_samples *s, const unit *u, ith_writer *writer,
     for (int64_t i = 0; i < made->num_stored; i++) {
         stored_sample *t = &s->table[s->num_stored + i];
         *t = made->table[i];
+        for (int64_t k = 0; k < t->num_tokens; k++)
+            s->max_id =
+                made->ids[t->id_begin + k] > s->max_id ? made->ids[t->id_begin + k] : s->max_id;
         t->id_begin += s->num_ids;
         t->run_begin += s->num_runs;
         t->media_begin += s->num_media;
@@ -292,8 +327,6 @@ static ith_status join_unit(ith_samples *s, const unit *u, ith_writer *writer,
     ITH_TRY(join_media(s, made, err));
     if (made->num_runs)
         memcpy(s->runs + s->num_runs, made->runs, (size_t)made->num_runs * sizeof *s->runs);
-    for (int64_t i = 0; i < made->num_ids; i++)
-        s->max_id = made->ids[i] > s->max_id ? made->ids[i] : s->max_id;
     if (writer) {
         ITH_TRY(ith_writer_write(writer, made->ids, made->num_ids * 4, err));
     } else if (made->num_ids) {

@@ -15,9 +15,10 @@ typedef struct {
     double weight_sum;
     int32_t num_tokens, num_runs, num_labels;
     int32_t cut, part, num_media;
-    int64_t media_begin; /* index of the first item */
+    int32_t has_steps, reserved; /* 1: as many steps follow the ids */
+    int64_t media_begin;         /* index of the first item */
 } stored_sample;
-static_assert(sizeof(stored_sample) == 72, "the layout of the cache file");
+static_assert(sizeof(stored_sample) == 80, "the layout of the cache file");
 static_assert(sizeof(ith_media_item) == 32, "the layout of the cache file");
 static_assert(sizeof(ith_sample_run) == 12, "the layout of the cache file");
 
@@ -50,7 +51,7 @@ struct ith_samples {
 
     /* of an epoch */
     int32_t max_id;
-    int64_t num_tokens, num_labels, num_truncated, tokens_lost;
+    int64_t num_tokens, num_labels, num_truncated, tokens_lost, num_trajectories;
 };
 
 /* Tokenizes s->dataset into s. writer: where ids go in place of memory, or NULL. */
@@ -70,9 +71,9 @@ void samples_cache_path(ith_buf *out, const char *dir, const char *key);
 /* Frees the arrays, on the heap or mapped. */
 void samples_release(ith_samples *s);
 
-/* The ids and runs of one sample of `count` ids with weights; appends to s. */
-ith_status samples_append(ith_samples *s, const int32_t *ids, const float *weights, int64_t count,
-                          const stored_sample *from, bool store_ids, bool *has_target,
-                          ith_error *err);
+/* The ids and runs of one sample of `count` ids with weights, and steps or NULL; appends to s. */
+ith_status samples_append(ith_samples *s, const int32_t *ids, const float *weights,
+                          const int32_t *steps, int64_t count, const stored_sample *from,
+                          bool *has_target, ith_error *err);
 
 #endif

@@ -397,6 +397,41 @@ static void test_detect_names_expected_and_found_keys(void **state)
 }
 
 /* Details are one line of whole characters, and the first one wins. */
+static void test_tokenid_rows_keep_ids_and_steps(void **state)
+{
+    (void)state;
+    assert_ok(convert_with(ITH_CONVERTER_TOKENID,
+                           "{\"input_ids\":[7,8,9],\"prompt_lengths\":1,\"reveal_steps\":[2,0]}",
+                           NULL),
+              err);
+    assert_null(got.messages);
+    assert_int_equal(json_array_size(got.input_ids), 3);
+    assert_int_equal(got.prompt_length, 1);
+    assert_int_equal(json_integer_value(json_array_get(got.reveal_steps, 0)), 2);
+    assert_ok(convert_with(ITH_CONVERTER_TOKENID,
+                           "{\"input_ids\":[7],\"prompt_lengths\":0,\"reveal_steps\":null}", NULL),
+              err);
+    assert_int_equal(json_array_size(got.input_ids), 1);
+    assert_null(got.reveal_steps);
+    static const struct {
+        const char *row, *detail;
+    } bad[] = {
+        {"{\"input_ids\":\"7\",\"prompt_lengths\":0}", "input_ids: found string"},
+        {"{\"input_ids\":[7,8.5],\"prompt_lengths\":0}", "input_ids[1]: found number"},
+        {"{\"input_ids\":[-1],\"prompt_lengths\":0}", "input_ids[0]: found -1, expected 0 to"},
+        {"{\"input_ids\":[2147483648],\"prompt_lengths\":0}", "found 2147483648"},
+        {"{\"input_ids\":[7,8]}", "prompt_lengths: found nothing"},
+        {"{\"input_ids\":[7,8],\"prompt_lengths\":2}", "found 2, expected less than the 2"},
+        {"{\"input_ids\":[],\"prompt_lengths\":0}", "found 0, expected less than the 0"},
+        {"{\"input_ids\":[7,8],\"prompt_lengths\":1,\"reveal_steps\":[0,1]}",
+         "reveal_steps: found 2, expected one for each of the 1"},
+        {"{\"input_ids\":[7,8],\"prompt_lengths\":1,\"reveal_steps\":[-1]}",
+         "reveal_steps[0]: found -1"},
+    };
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+        expect_drop(ITH_CONVERTER_TOKENID, bad[i].row, ITH_DROP_TYPE, bad[i].detail);
+}
+
 static void test_drops_keep_the_first_detail(void **state)
 {
     (void)state;
@@ -490,6 +525,7 @@ int main(void)
         cmocka_unit_test(test_media_counts_that_differ_are_errors),
         cmocka_unit_test(test_pair_sides_share_media),
         cmocka_unit_test(test_detect_names_expected_and_found_keys),
+        cmocka_unit_test(test_tokenid_rows_keep_ids_and_steps),
         cmocka_unit_test(test_drops_keep_the_first_detail),
         cmocka_unit_test(test_convert_faults_leave_nothing),
     };

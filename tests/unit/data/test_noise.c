@@ -88,6 +88,54 @@ static void test_tokens_by_hand_and_their_complement(void **state)
     assert_memory_equal(target, ((int32_t[]){-100, -100, 0, -100}), sizeof target);
 }
 
+/* States of a decoder that wrote token 3 first, then 1 and 4, then 2; two prompt tokens before. */
+static void test_states_of_a_trajectory_by_hand(void **state)
+{
+    (void)state;
+    ith_noise_options o = options();
+    const int32_t x0[] = {10, 11, 12, 13, 14, 15}, steps[] = {-1, -1, 1, 2, 0, 1};
+    const bool may[] = {false, false, true, true, true, true};
+    static const struct {
+        int64_t from, to;
+        int32_t xt[6], target[6];
+        int64_t targets;
+    } cases[] = {
+        {0, 1, {10, 11, 5, 5, 5, 5}, {-100, -100, -100, -100, 14, -100}, 1},
+        {1, 2, {10, 11, 5, 5, 14, 5}, {-100, -100, 12, -100, -100, 15}, 2},
+        {1, 3, {10, 11, 5, 5, 14, 5}, {-100, -100, 12, 13, -100, 15}, 3},
+        {0, 3, {10, 11, 5, 5, 5, 5}, {-100, -100, 12, 13, 14, 15}, 4},
+        {2, 3, {10, 11, 12, 5, 14, 15}, {-100, -100, -100, 13, -100, -100}, 1},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int32_t xt[6], target[6];
+        assert_int_equal(
+            ith_noise_states(&o, x0, may, steps, cases[i].from, cases[i].to, 6, xt, target),
+            cases[i].targets);
+        assert_memory_equal(xt, cases[i].xt, sizeof xt);
+        assert_memory_equal(target, cases[i].target, sizeof target);
+    }
+}
+
+/* The middle of the k-th of n(n+1)/2 equal stretches of [0, 1) gives the k-th pair. */
+static void test_pairs_of_states_are_drawn_alike(void **state)
+{
+    (void)state;
+    for (int64_t n = 1; n < 9; n++) {
+        int64_t pairs = n * (n + 1) / 2, k = 0, from = -1, to = -1;
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t j = i + 1; j <= n; j++, k++) {
+                ith_noise_draw_states(n, ((double)k + 0.5) / (double)pairs, &from, &to);
+                if (from != i || to != j)
+                    fail_msg("pair %d of %d: %d, %d, expected %d, %d", (int)k, (int)pairs,
+                             (int)from, (int)to, (int)i, (int)j);
+            }
+        assert_int_equal(k, pairs);
+        ith_noise_draw_states(n, 1 - 1e-16, &from, &to);
+        assert_int_equal(from, n - 1);
+        assert_int_equal(to, n);
+    }
+}
+
 /* 10 tokens in blocks of 4; tokens 5 and 6 masked: one live block, one clean block before it. */
 static void test_rows_left_out_are_those_nobody_reads(void **state)
 {
@@ -342,6 +390,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_tokens_by_hand_and_their_complement),
+        cmocka_unit_test(test_states_of_a_trajectory_by_hand),
+        cmocka_unit_test(test_pairs_of_states_are_drawn_alike),
         cmocka_unit_test(test_rows_left_out_are_those_nobody_reads),
         cmocka_unit_test(test_shifted_labels_keep_the_block_of_the_loss_row),
         cmocka_unit_test(test_noise_depends_on_epoch_and_sample_alone),

@@ -8,6 +8,7 @@
 
 #include "base/hash.h"
 #include "data/batching.h"
+#include "data/noise.h"
 #include "data/samples.h"
 
 static ith_error err;
@@ -125,6 +126,106 @@ static void test_null_fields_change_nothing(void **state)
     ith_sample a = ith_samples_get(s, 0), b = ith_samples_get(s, 1);
     assert_int_equal(a.num_tokens, b.num_tokens);
     assert_memory_equal(a.ids, b.ids, (size_t)a.num_tokens * 4);
+    ith_samples_close(s);
+}
+
+static const char trajectories[] =
+    "{\"input_ids\":[20,21,22,23,24,25],\"prompt_lengths\":2,\"reveal_steps\":[1,2,0,1]}\n"
+    "{\"input_ids\":[30,31,32],\"prompt_lengths\":1}\n"
+    "{\"input_ids\":[30,31,32],\"prompt_lengths\":3}\n"
+    "{\"input_ids\":[40,41,42],\"prompt_lengths\":0,\"reveal_steps\":[9,0,400]}\n";
+
+/* Rows of ids: from the prompt on they are trained, a cut cuts the steps, too, and a step is never
+ * taken for an id. */
+static void test_rows_of_ids_keep_their_steps(void **state)
+{
+    (void)state;
+    put("t.jsonl", trajectories);
+    ith_samples_options o = options_of(at("t.jsonl"));
+    ith_samples *s = open_samples(o);
+    assert_int_equal(ith_samples_count(s), 3);
+    assert_int_equal(ith_samples_num_trajectories(s), 2);
+    assert_int_equal(ith_samples_max_id(s), 42);
+    assert_int_equal(ith_samples_drops(s)->rows[ITH_DROP_TYPE].count, 1);
+    ith_sample a = ith_samples_get(s, 0), b = ith_samples_get(s, 1), c = ith_samples_get(s, 2);
+    assert_memory_equal(a.ids, ((int32_t[]){20, 21, 22, 23, 24, 25}), 24);
+    assert_memory_equal(a.steps, ((int32_t[]){-1, -1, 1, 2, 0, 1}), 24);
+    assert_int_equal(a.runs[0].begin, 2);
+    assert_int_equal(a.runs[0].end, 6);
+    assert_null(b.steps);
+    assert_int_equal(b.ids[0], 30);
+    assert_int_equal(b.num_labels, 2);
+    assert_memory_equal(c.ids, ((int32_t[]){40, 41, 42}), 12);
+    assert_memory_equal(c.steps, ((int32_t[]){9, 0, 400}), 12);
+    o.cutoff_len = 4;
+    ith_samples *cut = open_samples(o);
+    a = ith_samples_get(cut, 0);
+    assert_int_equal(a.num_tokens, 4);
+    assert_memory_equal(a.ids, ((int32_t[]){20, 21, 22, 23}), 16);
+    assert_memory_equal(a.steps, ((int32_t[]){-1, -1, 1, 2}), 16);
+    ith_samples_close(cut);
+    ith_samples_close(s);
+}
+
+/* The noise of a trajectory of three steps is one of the six pairs of its states: all of them come
+ * in the long run, and nothing else; padding, complement and 1/t do not touch it. */
+static void test_noise_of_a_trajectory_is_a_pair_of_its_states(void **state)
+{
+    (void)state;
+    put("t.jsonl", "{\"input_ids\":[20,21,22,23,24,25],\"prompt_lengths\":2,"
+                   "\"reveal_steps\":[1,2,0,1]}\n");
+    ith_samples *s = open_samples(options_of(at("t.jsonl")));
+    ith_batcher_options bo = {.strategy = ITH_BATCHING_NORMAL,
+                              .micro_batch_size = 1,
+                              .cutoff_len = 8,
+                              .grad_accum = 1,
+                              .dp_size = 1,
+                              .num_epochs = 1};
+    ith_batcher *batcher = NULL;
+    ith_noiser *n = NULL;
+    ith_batch_step step;
+    ith_micro_batch clean, b;
+    assert_ok(ith_batcher_create(&batcher, s, &bo, &err), err);
+    assert_true(ith_batcher_next(batcher, &step));
+    assert_ok(ith_batcher_fill(batcher, 0, &clean, &err), err);
+    ith_noise_options o = {.blocks = true,
+                           .block_size = 4,
+                           .mask_id = 5,
+                           .end_id = 2,
+                           .padding = ITH_PAD_BLOCK,
+                           .weight = ITH_WEIGHT_INVERSE,
+                           .complementary = true,
+                           .same_token = true,
+                           .keep_all = true,
+                           .seed = 3};
+    ith_batch_limits limits = ith_batcher_limits(batcher);
+    assert_ok(ith_noiser_create(&n, &o, &limits, &err), err);
+    int seen[4][4] = {{0}}, total = 0;
+    for (int64_t epoch = 0; epoch < 600; epoch++) {
+        static const int32_t steps[] = {-1, -1, 1, 2, 0, 1};
+        ith_noiser_apply(n, s, &clean, epoch, 1, &b);
+        assert_int_equal(b.num_docs, 1);    /* no complement */
+        assert_int_equal(b.num_tokens, 12); /* no padding */
+        int from = 3, to = 0;
+        for (int i = 2; i < 6; i++) {
+            from = b.ids[i] == 5 && steps[i] < from ? steps[i] : from;
+            to = b.labels[i] >= 0 && steps[i] >= to ? steps[i] + 1 : to;
+        }
+        for (int i = 0; i < 6; i++) {
+            assert_int_equal(b.ids[i], steps[i] >= from ? 5 : 20 + i);
+            assert_int_equal(b.labels[i], steps[i] >= from && steps[i] < to ? 20 + i : -100);
+            assert_int_equal(b.ids[6 + i], 20 + i);
+        }
+        assert_float_equal(b.weight_sum, (double)b.num_labels, 0);
+        seen[from][to]++;
+        total++;
+    }
+    for (int i = 0; i < 3; i++)
+        for (int j = i + 1; j < 4; j++)
+            if (seen[i][j] < total / 6 * 3 / 4)
+                fail_msg("states %d and %d came %d times of %d", i, j, seen[i][j], total);
+    ith_noiser_destroy(n);
+    ith_batcher_destroy(batcher);
     ith_samples_close(s);
 }
 
@@ -253,6 +354,9 @@ static void assert_same_samples(const ith_samples *a, const ith_samples *b)
         assert_int_equal(x.num_runs, y.num_runs);
         assert_memory_equal(x.ids, y.ids, (size_t)x.num_tokens * 4);
         assert_memory_equal(x.runs, y.runs, (size_t)x.num_runs * sizeof *x.runs);
+        assert_true((x.steps != NULL) == (y.steps != NULL));
+        if (x.steps)
+            assert_memory_equal(x.steps, y.steps, (size_t)x.num_tokens * 4);
         assert_int_equal(x.row, y.row);
         assert_int_equal(x.cut, y.cut);
     }
@@ -273,12 +377,11 @@ static const char cached_rows[] = "{\"messages\":[" USER("q") "," BOT(
                                          "c c") "]}\n";
 
 /* What was made is mapped the next time, and is what memory held. */
-static void test_cache_gives_back_what_was_made(void **state)
+static void check_cache(const char *rows, const char *name)
 {
-    (void)state;
-    put("c.jsonl", cached_rows);
+    put("c.jsonl", rows);
     char dir[1200];
-    snprintf(dir, sizeof dir, "%s/cache1/deep", root);
+    snprintf(dir, sizeof dir, "%s/%s/deep", root, name);
     ith_samples_options o = options_of(at("c.jsonl"));
     ith_samples *memory = open_samples(o);
     o.cache_dir = dir;
@@ -292,6 +395,13 @@ static void test_cache_gives_back_what_was_made(void **state)
     ith_samples_close(memory);
     ith_samples_close(made);
     ith_samples_close(mapped);
+}
+
+static void test_cache_gives_back_what_was_made(void **state)
+{
+    (void)state;
+    check_cache(cached_rows, "cache1");
+    check_cache(trajectories, "cache1t");
 }
 
 /* Anything that changes ids, labels or the choice of samples makes another key (cases S09). */
@@ -720,6 +830,8 @@ int main(void)
         cmocka_unit_test(test_answer_is_trained_to_its_end),
         cmocka_unit_test(test_message_weights_reach_the_tokens),
         cmocka_unit_test(test_null_fields_change_nothing),
+        cmocka_unit_test(test_rows_of_ids_keep_their_steps),
+        cmocka_unit_test(test_noise_of_a_trajectory_is_a_pair_of_its_states),
         cmocka_unit_test(test_samples_without_trainable_tokens_are_counted),
         cmocka_unit_test(test_long_samples_keep_their_head),
         cmocka_unit_test(test_rows_that_cannot_be_rendered_are_counted),
