@@ -307,7 +307,8 @@ static ith_status give_text(loader *l, const char *to, const ith_yaml_node *wher
     return give(l, to, where, yaml.root);
 }
 
-/* `only` as a word or a number; lists of one count as their item. */
+/* `only` as a number or a word, or one of several words ("a or b"); lists of one count as their
+ * item. */
 static bool is_value(const ith_yaml_node *node, const char *only)
 {
     if (node->kind == ITH_YAML_SEQ && node->count == 1)
@@ -315,8 +316,12 @@ static bool is_value(const ith_yaml_node *node, const char *only)
     double wanted = 0, found = 0;
     if (node->kind != ITH_YAML_SCALAR)
         return false;
-    if (strcmp(node->text, only) == 0)
-        return true;
+    for (const char *word = only, *end; word; word = end ? end + 4 : NULL) {
+        end = strstr(word, " or ");
+        size_t len = end ? (size_t)(end - word) : strlen(word);
+        if (strlen(node->text) == len && memcmp(node->text, word, len) == 0)
+            return true;
+    }
     return ith_yaml_parse_float(only, &wanted) &&
            ith_yaml_get_float(node, "", -1e300, 1e300, &found, NULL) == ITH_OK && found == wanted;
 }

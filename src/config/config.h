@@ -157,6 +157,7 @@ typedef struct {
     ith_diffusion_weight loss_weight;
     ith_diffusion_normalizer normalizer;
     ith_diffusion_padding padding;
+    double confidence_beta;
     int64_t mask_token_id; /* ITH_CONFIG_UNSET: the model's own */
 } ith_diffusion_config;
 

@@ -103,6 +103,12 @@ const config_row ith_config_rows[] = {
  .words = "none end block full",
  .help = "End tokens trained after an answer: none, one, up to the end of its block, or up to "
          "cutoff_len (as dFactory does)."},
+{"diffusion_config.confidence_beta", MODEL, KEY_FLOAT, AT(diffusion.confidence_beta), "0.0",
+ AT_LEAST_F(0),
+ .help = "Trainable parallel decoding: this times the entropy of masked tokens that are predicted "
+         "right already is added to the loss, so that the decoder dares to write more at a time "
+         "(dFactory recommends 2). Its mean is over all masked tokens of the step, with normalizer "
+         "micro_batch over the right ones of each micro-batch."},
 {"diffusion_config.mask_token_id", MODEL, KEY_INT, AT(diffusion.mask_token_id), "null", AT_LEAST(0),
  .nullable = true,
  .help = "Id of the mask token. null: mask_token_id of config.json, else the tokenizer's <|mask|>."},

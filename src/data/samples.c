@@ -16,7 +16,7 @@
 #include <string.h>
 
 /* Raised when the meaning of stored samples or the file layout changes. */
-#define SAMPLES_FORMAT 3
+#define SAMPLES_FORMAT 4
 
 ith_samples_options ith_samples_options_from(const ith_config *config, bool eval,
                                              const ith_tokenizer *tokenizer, const ith_chat *chat,

@@ -35,6 +35,8 @@ static void put_row(ith_buf *b, const ith_report_row *r)
     if (r->total_steps > 0)
         ith_buf_printf(b, ", \"total_steps\": %lld", (long long)r->total_steps);
     put_number(b, r->is_eval ? "eval_loss" : "loss", r->loss);
+    if (r->aux_loss != 0)
+        put_number(b, "aux_loss", r->aux_loss);
     if (!r->is_eval) {
         put_number(b, "grad_norm", r->grad_norm);
         put_number(b, "learning_rate", r->learning_rate);
@@ -63,6 +65,7 @@ static ith_report_row row_of(const json_t *j)
         .epoch = number_of(j, "epoch"),
         .is_eval = is_eval,
         .loss = number_of(j, is_eval ? "eval_loss" : "loss"),
+        .aux_loss = json_is_number(json_object_get(j, "aux_loss")) ? number_of(j, "aux_loss") : 0,
         .grad_norm = number_of(j, "grad_norm"),
         .learning_rate = number_of(j, "learning_rate"),
         .tokens_per_s = number_of(j, is_eval ? "eval_tokens_per_second" : "tokens_per_second"),

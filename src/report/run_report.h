@@ -18,7 +18,8 @@ typedef struct {
     int64_t step, total_steps; /* optimizer steps; total 0: unknown */
     double epoch;              /* with fraction */
     bool is_eval;
-    double loss; /* training: mean over the steps since the last row; evaluation: eval_loss */
+    double loss;     /* training: mean over the steps since the last row; evaluation: eval_loss */
+    double aux_loss; /* trained beside loss: balance of experts, confidence; 0: nothing is */
     double grad_norm, learning_rate;
     double tokens_per_s,
         mfu; /* mfu: share of the machine's measured matmul rate, 0..1; NaN: unknown */

@@ -3,8 +3,6 @@
  * is the walk that runs: place_all and walk_micro are called for both. */
 #include "train/step.h"
 
-#include "train/chunk_loss.h"
-
 typedef ith_tensor T;
 
 #define DEFAULT_CHUNK_ROWS 2048
@@ -53,6 +51,21 @@ static int64_t slice_labels(const ith_step_config *c)
     return ith_cp_size(c->mesh) == 1 ? c->max_labels : ith_min_i64(c->max_labels, slice_tokens(c));
 }
 
+static ith_status place_confidence(ith_step *s, int64_t labels)
+{
+    ith_ctx *ctx = s->ctx;
+    ith_confidence *c = &s->confidence;
+    *c = (ith_confidence){.beta = s->config.confidence_beta,
+                          .mean_of_right = s->config.mean_of_right};
+    if (c->beta <= 0 || !s->config.training)
+        return ITH_OK;
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, labels, &c->row_confidence));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, labels, &c->right));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &c->sum));
+    ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &c->right_sum));
+    return ith_zero(ctx, c->sum);
+}
+
 /* Pushes all that stays for the whole run. */
 static ith_status place_all(ith_step *s)
 {
@@ -85,6 +98,7 @@ static ith_status place_all(ith_step *s)
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F64, 1, &s->sumsq));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F32, 1, &s->norm));
     ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "sums", ITH_F32, 1, &s->scale));
+    ITH_TRY(place_confidence(s, labels));
     void *host = NULL;
     ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "batch staging", labels * 4, &host, ctx->err));
     s->host_rows = host;
@@ -112,8 +126,8 @@ static ith_status walk_micro(ith_step *s, bool training)
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "gradient of the stream", m->dtype, 2, t,
                              m->config->hidden_size, 1, 1, &dhidden));
     ITH_TRY(m->family->forward(m, ctx, &s->batch, training, hidden));
-    ITH_TRY(ith_chunk_loss(m, ctx, &s->batch, s->config.chunk_rows, dhidden, s->loss_sum,
-                           s->row_loss, hidden));
+    ITH_TRY(ith_chunk_loss(m, ctx, &s->batch, s->config.chunk_rows, &s->confidence, dhidden,
+                           s->loss_sum, s->row_loss, hidden));
     if (m->expert_fraction.ndim)
         ITH_TRY(ith_dot_accumulate(ctx, s->balance_sum, m->expert_fraction, m->expert_mean_prob));
     if (training)
@@ -568,6 +582,8 @@ ith_status ith_step_reduce(ith_step *step)
         return ITH_OK;
     ITH_TRY(ith_model_reduce_grads(step->model, step->ctx));
     ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->loss_sum));
+    if (step->confidence.sum.ndim)
+        ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->confidence.sum));
     /* Every rank of a cp group holds the balance of the whole group. */
     ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->balance_sum));
     *(double *)step->balance_sum.data /= (double)cp;
@@ -581,7 +597,8 @@ ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *o
     ith_ctx *ctx = step->ctx;
     ith_device *d = ctx->device;
     float norm = 0, scale = 0;
-    double loss = 0, balance = 0;
+    double loss = 0, balance = 0, confidence = 0;
+    T confidence_sum = step->confidence.sum;
     if (!step->reduced)
         ITH_TRY(ith_step_reduce(step));
     ITH_TRY(update(step, hyper));
@@ -589,15 +606,20 @@ ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *o
     ITH_TRY(d->download(d, &scale, step->scale.data, sizeof scale, ctx->err));
     ITH_TRY(d->download(d, &loss, step->loss_sum.data, sizeof loss, ctx->err));
     ITH_TRY(d->download(d, &balance, step->balance_sum.data, sizeof balance, ctx->err));
+    if (confidence_sum.ndim)
+        ITH_TRY(d->download(d, &confidence, confidence_sum.data, sizeof confidence, ctx->err));
     ITH_TRY(d->sync(d, ctx->err));
     ITH_TRY(ith_zero(ctx, step->loss_sum));
     ITH_TRY(ith_zero(ctx, step->balance_sum));
+    if (confidence_sum.ndim)
+        ITH_TRY(ith_zero(ctx, confidence_sum));
     if (scale < 0) /* nothing was updated; the bad gradients must not stay */
         ITH_TRY(ith_zero(ctx, step->model->grad));
     double micros = (double)ith_max_i64(step->num_micro, 1),
            experts = (double)step->model->config->num_experts;
     *out = (ith_step_stats){loss, (double)norm,
-                            (double)step->model->aux_coef * experts * balance / micros, scale < 0};
+                            (double)step->model->aux_coef * experts * balance / micros + confidence,
+                            scale < 0};
     return ITH_OK;
 }
 

@@ -18,6 +18,7 @@
 #include "data/batching.h"
 #include "model/model.h"
 #include "model/vision_buffers.h"
+#include "train/chunk_loss.h"
 
 typedef struct {
     const ith_mesh *mesh; /* borrowed; NULL: one rank */
@@ -38,14 +39,16 @@ typedef struct {
     int64_t block;            /* of the attention mask, see ith_seqs; 0: causal */
     bool noisy;               /* batches are [noisy; clean] */
     bool bidirectional;       /* rows see their whole document */
+    float confidence_beta;    /* of confidence-aware training; 0: off */
+    bool mean_of_right;       /* its mean is over the right rows of a micro-batch (chunk_loss.h) */
 } ith_step_config;
 
 typedef struct {
     double loss;      /* sum of weight * cross entropy / C over the step */
     double grad_norm; /* before clipping */
-    double aux_loss;  /* load balancing loss times its coefficient, mean over the micro-batches; not
-                         in loss */
-    bool skipped;     /* non-finite gradients: nothing was updated */
+    double aux_loss; /* what is trained beside loss: load balancing loss times its coefficient, mean
+                        over the micro-batches; confidence loss times its own */
+    bool skipped;    /* non-finite gradients: nothing was updated */
 } ith_step_stats;
 
 typedef struct ith_step {
@@ -61,6 +64,7 @@ typedef struct ith_step {
     /* device: batch, accumulators */
     ith_batch batch;
     ith_vision_buffers vision;
+    ith_confidence confidence;
     ith_tensor ids, position_ids, group_position_ids, cu_seqlens, noisy, rows, labels, seeds,
         row_loss;
     ith_tensor slice_lists; /* of a model that passes states */

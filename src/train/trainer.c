@@ -93,11 +93,13 @@ static ith_status log_step(run *r, const ith_step_stats *stats, double lr)
     ith_unlogged *u = &r->at.unlogged;
     bool last = r->at.step >= r->t->total_steps;
     ith_report_row live = row_now(r, stats->loss, stats->grad_norm, lr);
+    live.aux_loss = stats->aux_loss;
     if (h && h->progress)
         h->progress(h->arg, &live);
     if (r->at.step % ith_max_i64(r->t->config->logging_steps, 1) != 0 && !last)
         return ITH_OK;
     ith_report_row row = row_now(r, u->loss_sum / (double)u->steps, stats->grad_norm, lr);
+    row.aux_loss = stats->aux_loss;
     if (h && h->row)
         h->row(h->arg, &row);
     memset(u, 0, sizeof *u);

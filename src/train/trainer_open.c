@@ -201,6 +201,12 @@ static ith_batch_limits clean_limits(const ith_trainer *t)
 
 static ith_status open_noise(ith_trainer *t, const ith_trainer_hooks *hooks, ith_error *err)
 {
+    int64_t recorded = ith_samples_num_trajectories(t->samples);
+    if (!ith_is_diffusion(t->config, &t->hf) && recorded)
+        return ith_config_fail(t->config, "train_dataset", err,
+                               "%lld samples are trajectories of a diffusion model, and %s is none "
+                               "(leave their reveal_steps out)",
+                               (long long)recorded, t->hf.model_type);
     if (!ith_is_diffusion(t->config, &t->hf))
         return ITH_OK;
     ITH_TRY(ith_diffusion_options(t->config, &t->hf, t->tokenizer, &t->noise, err));
@@ -214,6 +220,15 @@ static ith_status open_noise(ith_trainer *t, const ith_trainer_hooks *hooks, ith
                     : o->weight == ITH_WEIGHT_INVERSE
                         ? "masked tokens by 1/share, mean over answer tokens of the step"
                         : "mean over masked tokens of the step");
+    if (t->config->diffusion.confidence_beta > 0)
+        ith_trainer_say(hooks,
+                        "confidence loss: %g times the entropy of masked tokens that are "
+                        "right already, mean over %s",
+                        t->config->diffusion.confidence_beta,
+                        o->per_micro_batch ? "those of each micro-batch" : "all masked tokens");
+    if (recorded)
+        ith_trainer_say(hooks, "path distillation: %lld of %lld samples are trajectories",
+                        (long long)recorded, (long long)ith_samples_count(t->samples));
     return ITH_OK;
 }
 
@@ -234,6 +249,8 @@ static ith_step_config step_config(const ith_trainer *t)
         .block = t->noiser && t->noise.blocks ? t->noise.block_size : 0,
         .noisy = t->noiser && t->noise.blocks,
         .bidirectional = t->noiser && !t->noise.blocks,
+        .confidence_beta = t->noiser ? (float)c->diffusion.confidence_beta : 0,
+        .mean_of_right = t->noiser && t->noise.per_micro_batch,
         .chunk_rows = c->chunk_loss_size == ITH_CONFIG_UNSET ? 0 : c->chunk_loss_size,
         .training = true,
         .evaluates = t->eval_batcher != NULL,

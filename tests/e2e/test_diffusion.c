@@ -87,16 +87,22 @@ static int teardown(void **state)
     "bf16: false\ndiffusion_config: {name: block_diffusion, block_size: 8, noise_range_high: 1.0"
 
 /* One run; rows of the log in seen. */
-static void train(const char *model, const char *out, const char *more, small_seen *seen)
+static void train_on(const char *data, const char *model, const char *out, const char *more,
+                     small_seen *seen)
 {
     ith_error err = {0};
     ith_config c;
     ith_run_result result;
     memset(seen, 0, sizeof *seen);
-    small_config(&c, model, small_join(base, "data.jsonl"), out, more);
+    small_config(&c, model, small_join(base, data), out, more);
     assert_ok(small_train(&c, seen, &result, &err), err);
     ith_config_deinit(&c);
     ith_buf_deinit(&seen->news);
+}
+
+static void train(const char *model, const char *out, const char *more, small_seen *seen)
+{
+    train_on("data.jsonl", model, out, more, seen);
 }
 
 static void test_resumed_noise_is_the_same_noise(void **state)
@@ -137,6 +143,39 @@ static void test_accumulation_does_not_change_loss_or_gradient(void **state)
             !(fabs(a.rows[i].grad_norm - b.rows[i].grad_norm) <= 1e-4 * a.rows[i].grad_norm))
             fail_msg("step %d: loss %.9g norm %.9g, in one micro-batch %.9g and %.9g", i + 1,
                      a.rows[i].loss, a.rows[i].grad_norm, b.rows[i].loss, b.rows[i].grad_norm);
+}
+
+/* The mean over all masked tokens is one of the step, however it is cut; the mean over the right
+ * ones of the only micro-batch is that times masked over right, a whole number of them. */
+static void test_confidence_is_a_loss_of_the_whole_step(void **state)
+{
+    (void)state;
+    static small_seen seen[4];
+    static const char *const how[] = {"confidence_beta: 1.5}\nmicro_batch_size: 1\n",
+                                      "confidence_beta: 1.5}\nmicro_batch_size: 2\n",
+                                      "confidence_beta: 1.5, normalizer: micro_batch}\n"
+                                      "micro_batch_size: 2\n"};
+    char from[1200];
+    snprintf(from, sizeof from, "%s/half", base);
+    train_on("facts.jsonl", small_join(base, "m"), from,
+             DIFFUSION "}\nmax_steps: 40\nglobal_batch_size: 2\n",
+             &seen[3]); /* so that some tokens are right */
+    for (int i = 0; i < 3; i++) {
+        char more[400];
+        snprintf(more, sizeof more, DIFFUSION ", %smax_steps: 2\nglobal_batch_size: 2\n", how[i]);
+        train_on("facts.jsonl", from, small_join(base, "sure"), more, &seen[i]);
+    }
+    for (int i = 0; i < 2; i++) {
+        const ith_report_row *x = &seen[0].rows[i], *y = &seen[1].rows[i];
+        if (!(x->aux_loss > 0) || !(fabs(x->aux_loss - y->aux_loss) <= 1e-5 * x->aux_loss) ||
+            !(fabs(x->grad_norm - y->grad_norm) <= 1e-4 * x->grad_norm))
+            fail_msg("step %d: confidence %.9g norm %.9g, in one micro-batch %.9g and %.9g", i + 1,
+                     x->aux_loss, x->grad_norm, y->aux_loss, y->grad_norm);
+    }
+    const ith_report_row *y = &seen[1].rows[0];
+    double right = y->aux_loss / seen[2].rows[0].aux_loss * (double)y->labels;
+    if (!(right > 0.99) || fabs(right - round(right)) > 1e-3 || right > (double)y->labels)
+        fail_msg("%.6f right tokens of %lld", right, (long long)y->labels);
 }
 
 static void test_merged_experts_train_to_the_same_bytes(void **state)
@@ -256,7 +295,7 @@ static void check_answers(const char *dir, const char *const *questions, const c
             fail_msg("%lld forwards for %lld tokens", (long long)(out[i].steps + out[i].commits),
                      (long long)tokens);
         ith_buf_deinit(&text);
-        ith_ids_free(&out[i].row);
+        ith_block_answer_deinit(&out[i]);
         ith_ids_free(&prompts[i]);
     }
     ith_block_decoder_close(&d);
@@ -284,14 +323,108 @@ static void test_what_was_learned_is_written_in_fewer_forwards_than_tokens(void 
     check_answers(small_join(base, "learned"), questions, answers);
 }
 
+enum { MASK_ROW = 319 }; /* any id does for a model that was not trained */
+
+/* One block after a prompt of 3 tokens, by a model that knows nothing; edits: at this threshold, or
+ * -1 for none. */
+static ith_block_answer write_block(ith_block_decoder *d, int32_t first, double edits, int64_t post)
+{
+    ith_error err = {0};
+    int32_t prompt[] = {first, 22, 33};
+    ith_ids prompts = {.ids = prompt, .count = 3};
+    ith_block_answer a;
+    ith_block_how how = {.block = BLOCK,
+                         .steps = BLOCK,
+                         .minimal_topk = 1,
+                         .threshold = 2,
+                         .max_new = BLOCK - 3,
+                         .edit = edits >= 0,
+                         .edit_threshold = edits,
+                         .max_post_steps = post,
+                         .mask_id = MASK_ROW};
+    assert_ok(ith_block_decoder_generate(d, &prompts, 1, &how, &a, &err), err);
+    assert_memory_equal(a.row.ids, prompt, sizeof prompt);
+    return a;
+}
+
+/* The likeliest id but the mask at row p of the last forward, and its probability. */
+static int32_t likeliest(const ith_block_decoder *d, int64_t p, double *probability)
+{
+    int64_t vocab = d->hf.vocab_size, mask = MASK_ROW, best = 0;
+    const float *z = d->host_logits + p * vocab;
+    double sum = 0;
+    for (int64_t v = 0; v < vocab; v++)
+        best = v != mask && z[v] > z[best] ? v : best;
+    for (int64_t v = 0; v < vocab; v++)
+        sum += exp((double)z[v] - (double)z[best]);
+    *probability = 1 / sum;
+    return (int32_t)best;
+}
+
+/* At rest: at every written token the likeliest id, or none likely enough. */
+static void check_rest(const ith_block_decoder *d, const ith_block_answer *a, double threshold)
+{
+    for (int64_t p = 3; p < BLOCK; p++) {
+        double probability = 0;
+        int32_t best = likeliest(d, p, &probability);
+        if (a->row.ids[p] != best && probability > threshold)
+            fail_msg("threshold %g, position %d: id %d, the model says %d with %g", threshold,
+                     (int)p, (int)a->row.ids[p], (int)best, probability);
+    }
+}
+
+/* Edits that nothing is likely enough for change no token, and cost one look. Others go on until
+ * the block is what the model says of it, by its own logits, which the test reads; or, where the
+ * model goes round in a circle, until the last post step. */
+static void test_edits_end_in_what_the_model_says(void **state)
+{
+    (void)state;
+    enum { POST = 40 };
+    ith_error err = {0};
+    ith_block_decoder d;
+    ith_decoder_options o = {
+        .device = ITH_USE_CPU, .threads = 1, .batch = 1, .capacity = BLOCK, .max_append = 8};
+    assert_ok(ith_block_decoder_open(&d, small_join(base, "m"), &o, BLOCK, &err), err);
+    int rests = 0, edits = 0;
+    for (int32_t first = 0; first < 24; first++) {
+        ith_block_answer plain = write_block(&d, first, -1, POST),
+                         never = write_block(&d, first, 1, POST),
+                         none = write_block(&d, first, 0, 0);
+        assert_int_equal(plain.steps, 3); /* quotas of 2, 2, 1 */
+        assert_int_equal(never.steps, 4);
+        assert_int_equal(none.steps, 3);
+        assert_int_equal(plain.edits + never.edits, 0);
+        assert_memory_equal(plain.row.ids, never.row.ids, BLOCK * 4);
+        for (int k = 0; k < 2; k++) {
+            double threshold = k ? 0.02 : 0;
+            ith_block_answer a = write_block(&d, first, threshold, POST);
+            assert_true(a.steps <= 3 + POST);
+            if (a.steps < 3 + POST) {
+                check_rest(&d, &a, threshold);
+                rests++;
+                edits += a.edits > 0;
+            }
+            ith_block_answer_deinit(&a);
+        }
+        ith_block_answer_deinit(&plain);
+        ith_block_answer_deinit(&never);
+        ith_block_answer_deinit(&none);
+    }
+    if (rests < 10 || edits < 5)
+        fail_msg("%d of 48 blocks came to rest, %d of them edited", rests, edits);
+    ith_block_decoder_close(&d);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_resumed_noise_is_the_same_noise),
         cmocka_unit_test(test_accumulation_does_not_change_loss_or_gradient),
+        cmocka_unit_test(test_confidence_is_a_loss_of_the_whole_step),
         cmocka_unit_test(test_merged_experts_train_to_the_same_bytes),
         cmocka_unit_test(test_nothing_masked_is_a_step_of_zero),
         cmocka_unit_test(test_what_does_not_fit_is_refused),
+        cmocka_unit_test(test_edits_end_in_what_the_model_says),
         cmocka_unit_test(test_what_was_learned_is_written_in_fewer_forwards_than_tokens),
     };
     return cmocka_run_group_tests(tests, setup, teardown);

@@ -404,9 +404,11 @@ static void test_dfactory_mistakes_are_named(void **state)
     assert_error("train:\n  tensor_parallel_size: 2\n",
                  "f.yaml:2:25: train.tensor_parallel_size: found 2 (use 1: there is no tensor "
                  "parallelism)");
-    assert_error("train:\n  confidence_beta: 2.0\n",
-                 "f.yaml:2:20: train.confidence_beta: found 2.0 (use 0: confidence-aware training "
-                 "is not built yet)");
+    assert_error("data:\n  data_type: plaintext\n",
+                 "f.yaml:2:14: data.data_type: found text 'plaintext' (use conversation or tokenid: "
+                 "the keys of a row tell which it is)");
+    assert_error("train:\n  confidence_beta: -1\n",
+                 "f.yaml:2:20: diffusion_config.confidence_beta: found -1 (use a number >= 0)");
     assert_error("train:\n  lr: fast\n",
                  "f.yaml:2:7: learning_rate: found text 'fast' (use a number >= 0)");
     assert_error(
