@@ -1,11 +1,11 @@
 /* cmd_chat.c - `ithaca chat`: a conversation in the terminal. The cache keeps what two turns have
- * in common. */
+ * in common; a diffusion model reads its prompt anew, in one forward. */
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "base/json.h"
-#include "cli/answering.h"
+#include "cli/block_answering.h"
 #include "cli/commands.h"
 #include "cli/terminal.h"
 
@@ -15,6 +15,9 @@
 typedef struct {
     ith_answering a;
     ith_decoder d;
+    bool blocks; /* a diffusion model: bd in place of d */
+    ith_block_decoder bd;
+    ith_block_how how;
     json_t *messages;
     ith_ids cached; /* ids whose keys and values are in the cache */
     ith_media_list media;
@@ -32,7 +35,8 @@ static ith_status restart(conversation *c, ith_error *err)
     c->cached.count = 0;
     ith_media_list_deinit(&c->media);
     c->cached_media = 0;
-    ith_decoder_reset(&c->d);
+    if (!c->blocks)
+        ith_decoder_reset(&c->d);
     return c->a.system ? ith_add_message(c->messages, "system", c->a.system,
                                          (int64_t)strlen(c->a.system), err)
                        : ITH_OK;
@@ -104,15 +108,20 @@ static ith_status keep_common(conversation *c, const ith_ids *prompt, int64_t *o
     return ITH_OK;
 }
 
+static ith_status fail_too_long(int64_t tokens, int64_t capacity, ith_error *err)
+{
+    return ith_fail(err, ITH_ERR_RUN,
+                    "the conversation has %lld tokens, the context holds %lld (/clear starts anew, "
+                    "--context sets it)",
+                    (long long)tokens, (long long)capacity);
+}
+
 static ith_status feed_prompt(conversation *c, const ith_ids *prompt, ith_error *err)
 {
     int64_t same = 0;
     ITH_TRY(keep_common(c, prompt, &same, err));
     if (prompt->count >= c->d.options.capacity)
-        return ith_fail(err, ITH_ERR_RUN,
-                        "the conversation has %lld tokens, the context holds %lld (/clear starts "
-                        "anew, --context sets it)",
-                        (long long)prompt->count, (long long)c->d.options.capacity);
+        return fail_too_long(prompt->count, c->d.options.capacity, err);
     return feed(c, prompt->ids + same, prompt->count - same, err);
 }
 
@@ -163,6 +172,36 @@ static ith_status add_image(conversation *c, const char *path, ith_error *err)
     return !path || copy ? ITH_OK : ith_fail(err, ITH_ERR_MEMORY, "out of memory for paths");
 }
 
+/* The same of a diffusion model: on a terminal its blocks resolve in place. */
+static ith_status answer_blocks(conversation *c, const ith_ids *prompt, ith_buf *answer,
+                                ith_error *err)
+{
+    int64_t room = c->bd.options.capacity - prompt->count;
+    bool drawn = ith_terminal_colours(STDOUT_FILENO);
+    ith_block_view view;
+    ith_block_answer a = {0};
+    if (room <= 0)
+        return fail_too_long(prompt->count, c->bd.options.capacity, err);
+    c->how.max_new = c->a.max_new < room ? c->a.max_new : room;
+    c->how.first_stream = (uint64_t)c->turns;
+    if (drawn)
+        ith_block_view_begin(&view, &c->a, &c->how, &a);
+    ITH_TRY(ith_block_decoder_generate(&c->bd, prompt, 1, &c->how, &a, err));
+    ith_status status = drawn ? ith_block_view_end(&view, err) : ITH_OK;
+    int64_t n = a.end - a.prompt - a.stopped,
+            forwards = a.steps + a.commits + (a.prompt >= c->bd.block);
+    if (status == ITH_OK)
+        status = ith_tokenizer_decode(c->a.tokenizer, a.row.ids + a.prompt, n, true, answer, err);
+    if (!drawn)
+        fwrite(answer->data ? answer->data : "", 1, (size_t)answer->len, stdout);
+    fputs("\n", stdout);
+    if (drawn)
+        printf("\033[2m%lld tokens in %lld forwards\033[0m\n", (long long)n, (long long)forwards);
+    fputs("\n", stdout);
+    ith_block_answer_deinit(&a);
+    return status;
+}
+
 static ith_status turn(conversation *c, const char *line, int64_t len, ith_error *err)
 {
     ith_ids prompt = {0};
@@ -174,9 +213,11 @@ static ith_status turn(conversation *c, const char *line, int64_t len, ith_error
         status = add_image(c, NULL, err);
     if (status == ITH_OK)
         status = ith_prompt_ids(&c->a, c->messages, NULL, &prompt, err);
-    if (status == ITH_OK)
+    if (status == ITH_OK && c->blocks)
+        status = answer_blocks(c, &prompt, &answer, err);
+    if (status == ITH_OK && !c->blocks)
         status = feed_prompt(c, &prompt, err);
-    if (status == ITH_OK)
+    if (status == ITH_OK && !c->blocks)
         status = answer_turn(c, &answer, err);
     if (status == ITH_OK)
         status = ith_add_message(c->messages, "assistant", answer.data ? answer.data : "",
@@ -237,21 +278,31 @@ static ith_status loop(conversation *c, ith_error *err)
     return status;
 }
 
+static ith_status open_decoder(conversation *c, const ith_args *args, ith_error *err)
+{
+    int64_t context = ith_args_int(args, "context"), piece = context < 2048 ? context : 2048;
+    ith_decoder_options o = ith_answering_decoder(&c->a, args, 1, context, piece);
+    if (c->a.media) { /* an image is fed whole */
+        int64_t merge = ith_media_ids(c->a.media)->merge;
+        o.max_append = context < MAX_MEDIA_APPEND ? context : MAX_MEDIA_APPEND;
+        o.media = (ith_vision_limits){o.max_append * merge * merge, o.max_append,
+                                      o.max_append * merge * merge};
+    }
+    if (!c->blocks)
+        return ith_decoder_open(&c->d, args->positional[0], &o, err);
+    ITH_TRY(ith_block_settings(&c->a, args, &c->how, err));
+    o.capacity = ith_block_row_len(0, context, c->how.block);
+    o.max_append = o.capacity;
+    return ith_block_decoder_open(&c->bd, args->positional[0], &o, c->how.block, err);
+}
+
 static ith_status run_chat(const ith_args *args, ith_error *err)
 {
     conversation c = {0};
     ith_status status = ith_answering_open(&c.a, args->positional[0], args, err);
     if (status != ITH_OK)
         return status;
-    int64_t context = ith_args_int(args, "context");
-    ith_decoder_options o =
-        ith_answering_decoder(&c.a, args, 1, context, context < 2048 ? context : 2048);
-    if (c.a.media) { /* an image is fed whole */
-        int64_t merge = ith_media_ids(c.a.media)->merge;
-        o.max_append = context < MAX_MEDIA_APPEND ? context : MAX_MEDIA_APPEND;
-        o.media = (ith_vision_limits){o.max_append * merge * merge, o.max_append,
-                                      o.max_append * merge * merge};
-    }
+    c.blocks = c.a.hf.family == ITH_FAMILY_LLADA2;
     status = add_image(&c, NULL, err);
     for (int i = 0; status == ITH_OK && ith_args_each(args, "image", i); i++)
         status = add_image(&c, ith_args_each(args, "image", i), err);
@@ -262,10 +313,13 @@ static ith_status run_chat(const ith_args *args, ith_error *err)
         status = c.messages ? ith_sampler_init(&c.sampler, c.a.hf.vocab_size, err)
                             : ith_fail(err, ITH_ERR_MEMORY, "out of memory");
     if (status == ITH_OK)
-        status = ith_decoder_open(&c.d, args->positional[0], &o, err);
+        status = open_decoder(&c, args, err);
     if (status == ITH_OK)
         status = loop(&c, err);
-    ith_decoder_close(&c.d);
+    if (c.blocks)
+        ith_block_decoder_close(&c.bd);
+    else
+        ith_decoder_close(&c.d);
     ith_sampler_deinit(&c.sampler);
     ith_ids_free(&c.cached);
     ith_media_list_deinit(&c.media);
@@ -285,6 +339,7 @@ static const ith_option options[] = {{.name = "context",
                                       .help = "Tokens of a conversation.",
                                       .min = 2,
                                       .max = 1e9},
+                                     ITH_BLOCK_OPTIONS,
                                      ITH_ANSWERING_OPTIONS,
                                      {.name = NULL}};
 

@@ -1,19 +1,20 @@
 /* cmd_generate.c - `ithaca generate`: answers to one prompt or to a file of prompts.
  *
  * Rows of a .jsonl file: {"messages": [...]} (and "tools"), or {"prompt": "..."}; lines of any
- * other file: one prompt each. One JSON object per row goes to stdout in the order of the file:
- * {"row", "answer", "tokens", "finish_reason"}. */
+ * other file: one prompt each. Messages that end with the assistant's are a row of training data:
+ * that answer is not shown to the model, but given back as "expected". One JSON object per row goes
+ * to stdout in the order of the file: {"row", "answer", "tokens", "finish_reason"}. */
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "base/file.h"
 #include "base/json.h"
 #include "base/log.h"
-#include "cli/answering.h"
+#include "cli/block_answering.h"
 #include "cli/commands.h"
-#include "generate/block_decoder.h"
-#include "model/llada2.h"
+#include "cli/terminal.h"
 
 typedef struct {
     ith_ids *prompts;
@@ -21,6 +22,7 @@ typedef struct {
     int64_t count, cap, cap_media, longest;
     const char *path; /* of the file of prompts, or NULL */
     const char **images, **videos;
+    json_t *expected; /* per prompt: the text that its row has as answer, or null */
 } prompt_list;
 
 /* Answers of the running batch. */
@@ -36,10 +38,14 @@ typedef struct {
     int64_t total;
 } collector;
 
-/* Takes media. */
+/* Takes media. expected: the answer in the data, or NULL. */
 static ith_status add_prompt(prompt_list *l, const ith_answering *a, json_t *messages,
-                             const json_t *tools, ith_media_list *media, ith_error *err)
+                             const json_t *tools, ith_media_list *media, const json_t *expected,
+                             ith_error *err)
 {
+    json_t *text = json_is_string(expected) ? json_deep_copy(expected) : json_null();
+    if (!text || json_array_append_new(l->expected, text) != 0)
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory for prompts");
     ITH_TRY(
         ith_grow((void **)&l->prompts, &l->cap, l->count + 1, sizeof *l->prompts, "prompts", err));
     ITH_TRY(ith_grow((void **)&l->media, &l->cap_media, l->count + 1, sizeof *l->media, "prompts",
@@ -64,7 +70,7 @@ static ith_status add_text(prompt_list *l, const ith_answering *a, const char *t
     if (status == ITH_OK)
         status = ith_add_media_message(a, messages, text, len, l->images, l->videos, &media, err);
     if (status == ITH_OK)
-        status = add_prompt(l, a, messages, NULL, &media, err);
+        status = add_prompt(l, a, messages, NULL, &media, NULL, err);
     ith_media_list_deinit(&media);
     json_decref(messages);
     return status;
@@ -83,7 +89,7 @@ static bool has_media(const json_t *row)
 
 /* A row with content lists or columns of files: as in training data. */
 static ith_status add_media_row(prompt_list *l, const ith_answering *a, const json_t *row,
-                                ith_error *err)
+                                const json_t *expected, ith_error *err)
 {
     ith_converted c;
     ith_media_list media = {0};
@@ -96,10 +102,23 @@ static ith_status add_media_row(prompt_list *l, const ith_answering *a, const js
     else if (c.has_media)
         status = ith_media_prepare(a->media, c.messages, l->path, &media, err);
     if (status == ITH_OK)
-        status = add_prompt(l, a, c.messages, c.tools, &media, err);
+        status = add_prompt(l, a, c.messages, c.tools, &media, expected, err);
     ith_media_list_deinit(&media);
     ith_converted_deinit(&c);
     return status;
+}
+
+/* The last message, taken out, when the assistant says it; else NULL. */
+static json_t *take_answer(json_t *messages)
+{
+    size_t n = json_array_size(messages);
+    json_t *last = json_array_get(messages, n ? n - 1 : 0);
+    const char *role = json_string_value(json_object_get(last, "role"));
+    if (!role || strcmp(role, "assistant") != 0 || n < 2)
+        return NULL;
+    json_incref(last);
+    json_array_remove(messages, n - 1);
+    return last;
 }
 
 static ith_status add_json_row(prompt_list *l, const ith_answering *a, const char *line,
@@ -110,11 +129,15 @@ static ith_status add_json_row(prompt_list *l, const ith_answering *a, const cha
     json_t *messages = json_object_get(row, "messages"), *prompt = json_object_get(row, "prompt");
     ith_media_list none = {0};
     ith_status status;
-    if (json_is_array(messages) && has_media(row))
-        status = add_media_row(l, a, row, err);
-    else if (json_is_array(messages))
-        status = add_prompt(l, a, messages, json_object_get(row, "tools"), &none, err);
-    else if (json_is_string(prompt))
+    if (json_is_array(messages)) {
+        json_t *answer = take_answer(messages), *expected = json_object_get(answer, "content");
+        if (has_media(row))
+            status = add_media_row(l, a, row, expected, err);
+        else
+            status =
+                add_prompt(l, a, messages, json_object_get(row, "tools"), &none, expected, err);
+        json_decref(answer);
+    } else if (json_is_string(prompt))
         status =
             add_text(l, a, json_string_value(prompt), (int64_t)json_string_length(prompt), err);
     else
@@ -173,7 +196,15 @@ static bool on_token(void *arg, int64_t i, int32_t id, bool is_stop)
     return c->status == ITH_OK;
 }
 
-static ith_status print_answer(const collector *c, int64_t i, int64_t row, ith_error *err)
+/* False: out of memory. */
+static bool add_expected(json_t *j, const json_t *expected)
+{
+    return j && (!json_is_string(expected) ||
+                 json_object_set_new(j, "expected", json_deep_copy(expected)) == 0);
+}
+
+static ith_status print_answer(const collector *c, int64_t i, int64_t row, const json_t *expected,
+                               ith_error *err)
 {
     ith_buf text = {0}, line = {0};
     json_t *j = NULL;
@@ -184,8 +215,9 @@ static ith_status print_answer(const collector *c, int64_t i, int64_t row, ith_e
                       json_stringn(text.data ? text.data : "", (size_t)text.len), "tokens",
                       (json_int_t)c->answers[i].count, "finish_reason",
                       c->stopped[i] ? "stop" : "length");
-        status = j ? ith_json_dump(j, true, &line, err)
-                   : ith_fail(err, ITH_ERR_MEMORY, "out of memory for an answer");
+        status = add_expected(j, expected)
+                     ? ith_json_dump(j, true, &line, err)
+                     : ith_fail(err, ITH_ERR_MEMORY, "out of memory for an answer");
     }
     if (status == ITH_OK) {
         ith_buf_putc(&line, '\n');
@@ -239,70 +271,98 @@ static ith_status answer_batch(ith_decoder *d, collector *c, const ith_answering
         return ith_print(&c->text, err);
     }
     for (int64_t i = 0; i < n; i++)
-        ITH_TRY(print_answer(c, i, first + i + 1, err));
+        ITH_TRY(print_answer(c, i, first + i + 1, json_array_get(l->expected, (size_t)(first + i)),
+                             err));
     return ITH_OK;
 }
 
 /* ---- diffusion models ---- */
 
-static ith_status block_settings(const ith_answering *a, const ith_args *args, ith_block_how *how,
-                                 ith_error *err)
+/* A JSON row of an answer: for stdout, or for the record with ids and steps. Takes nothing. */
+static ith_status put_block_answer(const ith_answering *a, const ith_block_answer *b, int64_t row,
+                                   const json_t *expected, bool record, ith_buf *line,
+                                   ith_error *err)
 {
-    static const char *const unused[] = {"top-k", "top-p", "min-p", "repetition-penalty"};
-    for (size_t i = 0; i < sizeof unused / sizeof *unused; i++)
-        if (ith_args_given(args, unused[i]))
-            return ith_fail(err, ITH_ERR_USAGE,
-                            "generate: --%s does not work with %s (temperature, threshold and "
-                            "steps do)",
-                            unused[i], a->hf.model_type);
-    int64_t block = ith_args_int(args, "block-size"),
-            mask = ith_llada2_mask_id(&a->hf, a->tokenizer);
-    if (ith_args_given(args, "mask-id"))
-        mask = ith_args_int(args, "mask-id");
-    if (mask < 0 || mask >= a->hf.vocab_size)
-        return ith_fail(err, ITH_ERR_USAGE,
-                        "generate: the model names no mask token (give --mask-id)");
-    *how = (ith_block_how){.block = block,
-                           .steps =
-                               ith_args_given(args, "steps") ? ith_args_int(args, "steps") : block,
-                           .minimal_topk = ith_args_int(args, "minimal-topk"),
-                           .threshold = ith_args_float(args, "threshold"),
-                           .max_new = a->max_new,
-                           .mask_id = (int32_t)mask,
-                           .stop_ids = a->stop_ids,
-                           .num_stop_ids = a->num_stop_ids,
-                           .early_stop = ith_args_flag(args, "early-stop"),
-                           .temperature = a->sampling.do_sample ? a->sampling.temperature : 0,
-                           .seed = a->sampling.seed};
-    return ITH_OK;
-}
-
-/* The answer without its stop id, printed as text or as a JSON row. */
-static ith_status print_block_answer(collector *c, const ith_block_answer *b, int64_t row,
-                                     ith_error *err)
-{
-    ith_buf text = {0}, line = {0};
-    json_t *j = NULL;
+    ith_buf text = {0};
     int64_t n = b->end - b->prompt - b->stopped;
-    ith_status status =
-        ith_tokenizer_decode(c->a->tokenizer, b->row.ids + b->prompt, n, true, &text, err);
-    if (status == ITH_OK && c->live)
-        ith_buf_printf(&line, "%.*s", (int)text.len, text.data ? text.data : "");
-    if (status == ITH_OK && !c->live) {
-        j = json_pack("{s:I, s:o, s:I, s:I, s:s}", "row", (json_int_t)row, "answer",
-                      json_stringn(text.data ? text.data : "", (size_t)text.len), "tokens",
-                      (json_int_t)n, "forwards", (json_int_t)(b->steps + b->commits),
-                      "finish_reason", b->stopped ? "stop" : "length");
-        status = j ? ith_json_dump(j, true, &line, err)
-                   : ith_fail(err, ITH_ERR_MEMORY, "out of memory for an answer");
+    ITH_TRY(ith_tokenizer_decode(a->tokenizer, b->row.ids + b->prompt, n, true, &text, err));
+    json_t *j = json_pack("{s:I, s:o, s:I, s:I, s:s}", "row", (json_int_t)row, "answer",
+                          json_stringn(text.data ? text.data : "", (size_t)text.len), "tokens",
+                          (json_int_t)n, "forwards", (json_int_t)(b->steps + b->commits),
+                          "finish_reason", b->stopped ? "stop" : "length");
+    bool failed = !add_expected(j, expected);
+    if (record) {
+        json_t *ids = json_array(), *steps = json_array();
+        for (int64_t p = 0; p < b->end; p++) {
+            failed |= json_array_append_new(ids, json_integer(b->row.ids[p])) != 0;
+            if (p >= b->prompt)
+                failed |= json_array_append_new(steps, json_integer(b->revealed[p])) != 0;
+        }
+        failed |= json_object_set_new(j, "input_ids", ids) != 0;
+        failed |= json_object_set_new(j, "prompt_lengths", json_integer(b->prompt)) != 0;
+        failed |= json_object_set_new(j, "reveal_steps", steps) != 0;
     }
-    if (status == ITH_OK) {
-        ith_buf_putc(&line, '\n');
-        status = ith_print(&line, err);
-    }
+    ith_status status = failed ? ith_fail(err, ITH_ERR_MEMORY, "out of memory for an answer")
+                               : ith_json_dump(j, true, line, err);
+    ith_buf_putc(line, '\n');
     json_decref(j);
     ith_buf_deinit(&text);
+    return status;
+}
+
+/* Where the answers of diffusion models go. */
+typedef struct {
+    bool live;          /* text of the only prompt; else a JSON row each */
+    bool drawn;         /* it stands on the terminal already */
+    ith_writer *record; /* or NULL */
+    int64_t tokens, forwards;
+} block_output;
+
+static ith_status give_block_answer(const ith_answering *a, block_output *o,
+                                    const ith_block_answer *b, int64_t row, const json_t *expected,
+                                    int64_t block, ith_error *err)
+{
+    ith_buf line = {0};
+    int64_t n = b->end - b->prompt - b->stopped;
+    ith_status status = ITH_OK;
+    o->tokens += n;
+    o->forwards += b->steps + b->commits + (b->prompt >= block); /* its share of the prefill */
+    if (o->live && !o->drawn)
+        ITH_TRY_OUT(
+            ith_tokenizer_decode(a->tokenizer, b->row.ids + b->prompt, n, true, &line, err));
+    if (o->live)
+        ith_buf_putc(&line, '\n');
+    else
+        ITH_TRY_OUT(put_block_answer(a, b, row, expected, false, &line, err));
+    ITH_TRY_OUT(ith_print(&line, err));
+    ith_buf_clear(&line);
+    if (o->record) {
+        ITH_TRY_OUT(put_block_answer(a, b, row, expected, true, &line, err));
+        status = ith_writer_write(o->record, line.data, line.len, err);
+    }
+out:
     ith_buf_deinit(&line);
+    return status;
+}
+
+static ith_status answer_block_batch(ith_block_decoder *d, const ith_answering *a,
+                                     ith_block_how *how, const prompt_list *l, int64_t first,
+                                     int64_t n, ith_block_answer *answers, block_output *o,
+                                     ith_error *err)
+{
+    ith_block_view view;
+    how->first_stream = (uint64_t)first;
+    if (o->drawn)
+        ith_block_view_begin(&view, a, how, answers);
+    ITH_TRY(ith_block_decoder_generate(d, l->prompts + first, n, how, answers, err));
+    ith_status status = o->drawn ? ith_block_view_end(&view, err) : ITH_OK;
+    for (int64_t i = 0; i < n; i++) {
+        if (status == ITH_OK)
+            status = give_block_answer(a, o, &answers[i], first + i + 1,
+                                       json_array_get(l->expected, (size_t)(first + i)), how->block,
+                                       err);
+        ith_block_answer_deinit(&answers[i]);
+    }
     return status;
 }
 
@@ -312,38 +372,38 @@ static ith_status answer_blocks(const ith_answering *a, const ith_args *args, co
     ith_block_decoder d = {0};
     ith_block_how how;
     ith_block_answer *answers = NULL;
-    collector c = {.a = a, .err = err, .live = ith_args_given(args, "prompt")};
+    ith_writer record = {.fd = -1};
+    const char *record_path = ith_args_text(args, "record");
+    bool live = ith_args_given(args, "prompt");
+    block_output o = {.live = live, .drawn = live && ith_terminal_colours(STDOUT_FILENO)};
     int64_t batch = ith_args_int(args, "batch") < l->count ? ith_args_int(args, "batch") : l->count;
-    int64_t tokens = 0, forwards = 0;
     struct timespec t0, t1;
     ith_status status = ITH_OK;
-    ITH_TRY(block_settings(a, args, &how, err));
-    ith_decoder_options o = ith_answering_decoder(
+    ITH_TRY(ith_block_settings(a, args, &how, err));
+    ith_decoder_options options = ith_answering_decoder(
         a, args, batch, ith_block_row_len(l->longest, a->max_new, how.block), batch * l->longest);
     ITH_TRY_OUT(ith_alloc_zero((void **)&answers, batch, sizeof *answers, "answers", err));
-    ITH_TRY_OUT(ith_block_decoder_open(&d, args->positional[0], &o, how.block, err));
+    ITH_TRY_OUT(ith_block_decoder_open(&d, args->positional[0], &options, how.block, err));
+    if (record_path) {
+        ITH_TRY_OUT(ith_writer_open(&record, record_path, err));
+        o.record = &record;
+    }
     clock_gettime(CLOCK_MONOTONIC, &t0);
     for (int64_t first = 0; first < l->count; first += batch) {
         int64_t n = l->count - first < batch ? l->count - first : batch;
-        how.first_stream = (uint64_t)first;
-        ITH_TRY_OUT(ith_block_decoder_generate(&d, l->prompts + first, n, &how, answers, err));
-        for (int64_t i = 0; i < n; i++) {
-            if (status == ITH_OK)
-                status = print_block_answer(&c, &answers[i], first + i + 1, err);
-            tokens += answers[i].end - answers[i].prompt - answers[i].stopped;
-            forwards += answers[i].steps + answers[i].commits +
-                        (answers[i].prompt >= how.block); /* its share of the prefill */
-            ith_ids_free(&answers[i].row);
-        }
-        ITH_TRY_OUT(status);
+        ITH_TRY_OUT(answer_block_batch(&d, a, &how, l, first, n, answers, &o, err));
     }
     clock_gettime(CLOCK_MONOTONIC, &t1);
+    if (o.record)
+        ITH_TRY_OUT(ith_writer_commit(o.record, err));
     double s = (double)(t1.tv_sec - t0.tv_sec) + 1e-9 * (double)(t1.tv_nsec - t0.tv_nsec);
     ith_log(ITH_LOG_INFO, "generate",
             "%lld prompts, %lld new tokens, %.2f tokens per forward, %.1f tok/s",
-            (long long)l->count, (long long)tokens,
-            (double)tokens / (double)(forwards > 0 ? forwards : 1), (double)tokens / s);
+            (long long)l->count, (long long)o.tokens,
+            (double)o.tokens / (double)(o.forwards > 0 ? o.forwards : 1), (double)o.tokens / s);
 out:
+    if (o.record)
+        ith_writer_abort(o.record);
     ith_free(answers);
     ith_block_decoder_close(&d);
     return status;
@@ -398,6 +458,7 @@ static ith_status run_generate(const ith_args *args, ith_error *err)
         return ith_fail(err, ITH_ERR_USAGE,
                         "generate: give either a file of prompts or --prompt TEXT");
     ITH_TRY(ith_answering_open(&a, args->positional[0], args, err));
+    l.expected = json_array();
     ith_status status = ith_args_paths(args, "image", &l.images, err);
     if (status == ITH_OK)
         status = ith_args_paths(args, "video", &l.videos, err);
@@ -408,6 +469,10 @@ static ith_status run_generate(const ith_args *args, ith_error *err)
     if (status == ITH_OK)
         status = prompt ? add_text(&l, &a, prompt, (int64_t)strlen(prompt), err)
                         : read_prompts(&l, &a, args->positional[1], err);
+    if (status == ITH_OK && ith_args_given(args, "record") && a.hf.family != ITH_FAMILY_LLADA2)
+        status = ith_fail(err, ITH_ERR_USAGE,
+                          "generate: --record is for diffusion models, %s writes one token a step",
+                          a.hf.model_type);
     if (status == ITH_OK && l.count == 0)
         status = ith_fail(err, ITH_ERR_FORMAT, "%s: no prompt in it", args->positional[1]);
     if (status == ITH_OK)
@@ -421,6 +486,7 @@ static ith_status run_generate(const ith_args *args, ith_error *err)
     ith_free(l.media);
     ith_free(l.images);
     ith_free(l.videos);
+    json_decref(l.expected);
     ith_answering_close(&a);
     return status;
 }
@@ -436,42 +502,11 @@ static const ith_option options[] = {{.name = "prompt",
                                       .help = "Prompts at a time.",
                                       .min = 1,
                                       .max = 4096},
-                                     {.name = "block-size",
-                                      .type = ITH_OPTION_INT,
-                                      .default_text = "32",
-                                      .help = "Diffusion: tokens of a block, as in training.",
-                                      .min = 1,
-                                      .max = 65536},
-                                     {.name = "threshold",
-                                      .type = ITH_OPTION_FLOAT,
-                                      .default_text = "0.95",
-                                      .help = "Diffusion: tokens more likely than this are written "
-                                              "at once; above 1: none.",
-                                      .min = 0,
-                                      .max = 2},
-                                     {.name = "steps",
-                                      .type = ITH_OPTION_INT,
-                                      .help = "Diffusion: most forwards of a block; unset: one for "
-                                              "each token.",
-                                      .min = 1,
-                                      .max = 65536},
-                                     {.name = "minimal-topk",
-                                      .type = ITH_OPTION_INT,
-                                      .default_text = "1",
-                                      .help = "Diffusion: steps are at most max-new-tokens over "
-                                              "this.",
-                                      .min = 1,
-                                      .max = 65536},
-                                     {.name = "early-stop",
-                                      .type = ITH_OPTION_FLAG,
-                                      .help = "Diffusion: stop within a block once all before the "
-                                              "end token is written."},
-                                     {.name = "mask-id",
-                                      .type = ITH_OPTION_INT,
-                                      .help = "Diffusion: id of the mask token; the model's when "
-                                              "unset.",
-                                      .min = 0,
-                                      .max = 2147483647},
+                                     {.name = "record",
+                                      .type = ITH_OPTION_PATH,
+                                      .help = "Diffusion: write each answer with the step that "
+                                              "wrote each token; `train` reads the file."},
+                                     ITH_BLOCK_OPTIONS,
                                      ITH_ANSWERING_OPTIONS,
                                      {.name = NULL}};
 
