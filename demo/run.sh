@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The demo behind `make demo`: builds the program, makes a small model, fine-tunes it on demo/data, and lets it
-# answer. It fails when an answer differs from the data. Everything it makes lies in the build folder.
+# answer; then the same with a diffusion model. It fails when an answer differs from the data. Everything it makes lies in the build folder.
 #   BUILD, JOBS, CMAKE_ARGS   as the Makefile sets them
 #   ITHACA=PROGRAM            uses a built program instead of building one
 #   DEMO_ARGS="key=value .."  changes keys of demo/train.yaml
@@ -24,7 +24,7 @@ die() {
 if [ -n "${ITHACA:-}" ]; then
     ithaca=$ITHACA
 else
-    say "1/4 building the program in $build"
+    say "1/5 building the program in $build"
     ithaca=$build/ithaca
     mkdir -p "$build"
     # shellcheck disable=SC2086
@@ -37,14 +37,14 @@ fi
 built=$SECONDS
 
 # ---- a model directory with random weights, and a tokenizer learned from our own text
-say "2/4 making a small Qwen3 model with random weights, and learning its tokenizer"
+say "2/5 making a small Qwen3 model with random weights, and learning its tokenizer"
 rm -rf "$run"
 mkdir -p "$run"
 cat "$data"/voyage.txt "$data"/questions.jsonl "$data"/conversations.jsonl >"$run/tokenizer_text.txt"
 "$ithaca" init "$run/model" --size "${DEMO_SIZE:-small}" --dtype float32 --vocab-size 1024 --learn "$run/tokenizer_text.txt"
 
 # ---- fine-tuning
-say "3/4 fine-tuning it on $data (configuration: demo/train.yaml)"
+say "3/5 fine-tuning it on $data (configuration: demo/train.yaml)"
 # shellcheck disable=SC2086
 "$ithaca" train demo/train.yaml model="$run/model" train_dataset="$data/data.yaml" output_dir="$run/trained" \
     device=cpu ${DEMO_ARGS:-}
@@ -54,7 +54,7 @@ for file in config.json model.safetensors tokenizer.json chat_template.jinja tra
 done
 
 # ---- questions
-say "4/4 asking the trained model (greedy decoding)"
+say "4/5 asking the trained model (greedy decoding)"
 answer_of() { # the answer that the data gives to a question
     sed -n 's/^{"instruction": "'"$1"'", "input": "", "output": "\(.*\)"}$/\1/p' "$data/questions.jsonl"
 }
@@ -80,6 +80,29 @@ right=$(sed 's/^.*"answer": *"\(.*\)", *"tokens".*$/\1/' "$run/answers.jsonl" | 
     awk 'NR % 2 { got = $0; next } got == $0 { n++ } END { print n + 0 }')
 printf '   all     %d of %d answers equal to the data, word for word\n' "$right" "$total"
 
+# ---- a diffusion model, which writes many tokens at a time
+say "5/5 the same with a small diffusion model (LLaDA2; configuration: demo/diffusion.yaml)"
+head -n 24 "$data/questions.jsonl" | sed \
+    's/^{"instruction": \(".*"\), "input": "", "output": \(".*"\)}$/{"messages": [{"role": "user", "content": \1}, {"role": "assistant", "content": \2}]}/' \
+    >"$run/rows.jsonl"
+"$ithaca" init "$run/diffusion" --size tiny-llada2 --dtype float32 --vocab-size 1024 --learn "$run/tokenizer_text.txt" \
+    hidden_size=128 moe_intermediate_size=64 initializer_range=0.05
+"$ithaca" train demo/diffusion.yaml model="$run/diffusion" train_dataset="$run/rows.jsonl" output_dir="$run/diffused" device=cpu
+"$ithaca" generate "$run/diffused" "$run/rows.jsonl" --block-size 16 --threshold 0.9 -n 80 --device cpu \
+    >"$run/diffused.jsonl" 2>"$run/generate.log" || { cat "$run/generate.log" >&2; die "ithaca generate failed"; }
+# Rows whose answer is the expected one, all tokens, all forwards.
+read -r same tokens forwards < <(awk '
+    { match($0, /"tokens": [0-9]+/); tokens += substr($0, RSTART + 10, RLENGTH - 10)
+      match($0, /"forwards": [0-9]+/); forwards += substr($0, RSTART + 12, RLENGTH - 12)
+      answer = $0; sub(/^.*"answer": "/, "", answer); sub(/", "tokens": .*$/, "", answer)
+      expected = $0; sub(/^.*"expected": "/, "", expected); sub(/"}$/, "", expected)
+      same += answer == expected }
+    END { print same, tokens, forwards }' "$run/diffused.jsonl")
+rows=$(wc -l <"$run/rows.jsonl")
+printf '   all     %d of %d answers equal to the data, %d tokens in %d forwards\n' "$same" "$rows" "$tokens" "$forwards"
+[ $((10 * same)) -ge $((9 * rows)) ] || die "the diffusion model holds $same of $rows answers"
+[ $((2 * forwards)) -lt "$tokens" ] || die "$forwards forwards for $tokens tokens"
+
 lies() { printf '  %-42s %s' "$1" "$2"; }
 number() { sed -n "s/.*\"$1\": *\([0-9.e+-]*\).*/\1/p" "$2"; }
 first=$(number loss "$run/trained/trainer_log.jsonl" | head -n 1)
@@ -92,11 +115,14 @@ What happened
   A ${DEMO_SIZE:-small} Qwen3 model was made with random weights; its tokenizer was learned from
   $data. It was fine-tuned on $total questions and a few longer conversations, whole conversations
   packed side by side. The loss went from $(printf %.2f "$first") to $(printf %.4f "$last").
-  Build $((built - started)) s, training $((trained - built)) s, all of it $((SECONDS - started)) s.
+  A small LLaDA2 learned $rows of the questions by masking parts of the answers. It writes a block of masks
+  at a time: $tokens tokens in $forwards forwards.
+  Build $((built - started)) s, first training $((trained - built)) s, all of it $((SECONDS - started)) s.
 
 Where things lie
 $(lies "$run/model/" "the model before, as a Hugging Face directory")
 $(lies "$run/trained/" "the model after; other programs read it as it is")
+$(lies "$run/diffused/" "the diffusion model after")
 $(lies "$run/trained/loss_curve.svg" "the loss, for a browser")
 $(lies "$run/trained/trainer_log.jsonl" "one line for each logged step; runs/ is for TensorBoard")
 $(lies "$run/trained/ithaca_config.yaml" "every key of the run, resolved")
@@ -104,6 +130,7 @@ $(lies "demo/train.yaml, $data/" "what the run was asked for, and its data")
 
 What to do next
   talk with the model     $ithaca chat $run/trained
+  watch blocks resolve    $ithaca chat $run/diffused --block-size 16
   look at its data        $ithaca data demo/train.yaml model=$run/model
   see memory and time     $ithaca plan demo/train.yaml model=$run/model
   take a real model       hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B

@@ -18,8 +18,9 @@ export ITHACA=$ithaca BUILD=$work DEMO_DATA=$work/data DEMO_SIZE=tiny
 DEMO_ARGS="max_steps=150 learning_rate=5e-3" "$source/demo/run.sh" >"$work/log" 2>&1 || fail "the demo ended with $?"
 total=$(wc -l <"$work/data/questions.jsonl")
 grep -q " of $total answers equal to the data" "$work/log" || fail "no count of answers"
-right=$(sed -n 's/^ *all *\([0-9]*\) of .*/\1/p' "$work/log")
+right=$(sed -n 's/^ *all *\([0-9]*\) of .* word for word$/\1/p' "$work/log")
 [ "$right" -ge $((total * 9 / 10)) ] || fail "$right of $total answers are right"
+grep -q " of $total answers equal to the data, [0-9]* tokens in [0-9]* forwards" "$work/log" || fail "no diffusion part"
 for file in loss_curve.svg trainer_log.jsonl trainer_state.json ithaca_config.yaml model.safetensors; do
     [ -s "$work/run/trained/$file" ] || fail "$file is missing"
 done
