@@ -270,11 +270,12 @@ def norm_of(grads):
     return math.sqrt(sum(float((g * g).sum()) for g in grads.values()))
 
 
-def adamw(weights, documents, c, a):
+def adamw(weights, step, a):
+    """Three updates; step(weights) gives loss, logits, grads."""
     p, m, v = dict(weights), {}, {}
     losses, norms = [], []
     for t in range(1, 4):
-        loss, _, grads = run(documents, p, c)
+        loss, _, grads = step(p)
         norm = norm_of(grads)
         clip = min(1.0, a["max_grad_norm"] / (norm + 1e-6))
         losses.append(loss)
@@ -283,9 +284,9 @@ def adamw(weights, documents, c, a):
             g = g * clip
             m[k] = a["betas"][0] * m.get(k, 0) + (1 - a["betas"][0]) * g
             v[k] = a["betas"][1] * v.get(k, 0) + (1 - a["betas"][1]) * g * g
-            step = m[k] / (1 - a["betas"][0]**t) / \
+            move = m[k] / (1 - a["betas"][0]**t) / \
                 (np.sqrt(v[k] / (1 - a["betas"][1]**t)) + a["eps"])
-            p[k] = p[k] * (1 - a["lr"] * a["weight_decay"]) - a["lr"] * step
+            p[k] = p[k] * (1 - a["lr"] * a["weight_decay"]) - a["lr"] * move
     return p, losses, norms
 
 
@@ -319,7 +320,8 @@ def make_case(folder, seed, **change):
     loss, logits, grads = run([(ids, labels)], weights, c)
     packed_loss, packed_logits, packed_grads = run(documents, weights, c)
     a = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0}
-    after, a["losses"], a["grad_norms"] = adamw(weights, [(ids, labels)], c, a)
+    after, a["losses"], a["grad_norms"] = adamw(
+        weights, lambda p: run([(ids, labels)], p, c), a)
     answer, gap = greedy(weights, c, ids[:prompt], 16)
     assert gap > 1e-3, f"{folder}: greedy choice hangs on {gap}"
     os.makedirs(f"{folder}/hf", exist_ok=True)

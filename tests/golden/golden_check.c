@@ -821,7 +821,8 @@ static void check_decode_run(const golden *g, const options *o, const json_t *ru
     int32_t *row = json_ints(json_object_get(run, "sequence"), &num_row);
     int32_t *generated = json_ints(json_object_get(run, "generated"), &num_out);
     int32_t stop = (int32_t)number(run, "eos_id");
-    const json_t *threshold = json_object_get(run, "threshold");
+    const json_t *threshold = json_object_get(run, "threshold"),
+                 *edit = json_object_get(run, "edit_threshold"); /* absent or null: no edits */
     const char *name = json_string_value(json_object_get(run, "name"));
     double scale = number(run, "head_scale");
     decode_trace trace = {.trace = json_object_get(run, "trace"), .step = -1};
@@ -830,6 +831,10 @@ static void check_decode_run(const golden *g, const options *o, const json_t *ru
                          .minimal_topk = 1,
                          .threshold = json_is_null(threshold) ? 2 : json_number_value(threshold),
                          .max_new = max_new,
+                         .edit = json_is_number(edit),
+                         .edit_threshold = json_number_value(edit),
+                         .max_post_steps =
+                             json_integer_value(json_object_get(run, "max_post_steps")),
                          .mask_id = (int32_t)number(run, "mask_id"),
                          .stop_ids = &stop,
                          .num_stop_ids = 1,
@@ -859,6 +864,8 @@ static void check_decode_run(const golden *g, const options *o, const json_t *ru
                     memcmp(a->row.ids + a->prompt, generated, (size_t)num_out * 4) == 0;
         record(r, same && !trace.wrong ? 0 : 1, 0, "decode %s tokens", name);
         record(r, fabs((double)a->steps - number(run, "forwards")), 0, "decode %s steps", name);
+        record(r, fabs((double)a->edits - json_number_value(json_object_get(run, "edits"))), 0,
+               "decode %s edits", name);
         record(r, fabs((double)(d.forwards + 1) - number(run, "forwards_with_cache")), 0,
                "decode %s forwards but the last commit", name);
         if (batch == 1)
