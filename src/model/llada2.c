@@ -5,7 +5,8 @@
  *         o = attention(q', k', v) under the batch's block mask      x2 = x + o Wdense^T
  *         n2 = norm(x2)       delta = MLP(n2), or shared(n2) + sum_e w_e expert_e(n2)
  * w from the sigmoid router with groups (ops.h). No token of a layer sees another one but through
- * attention, so rows that nobody reads can be left out of a batch (train/noise.h does).
+ * attention, so rows that nobody reads can be left out of a batch (data/noise.h does). Behind the
+ * attention of the last layer only the labelled rows are read: the rest of it runs on them alone.
  * Invariants: 1. saved tensors are ITH_MEM_ACTIVATIONS in layer order, backward releases them in
  * reverse. 2. What backward makes again comes from the same operators on the same inputs. 3. The
  * selection bias is a buffer: read, used for the choice, never trained. 4. The embedding of
@@ -173,6 +174,29 @@ static T heads_2d(T t)
 {
     ITH_ASSERT(ith_is_contiguous(t));
     return ith_tensor_2d(t.data, t.dtype, t.shape[0], t.shape[1] * t.shape[2]);
+}
+
+/* Rows that layer l computes behind its attention: of the last one the labelled ones when the batch
+ * names them; else absent: all. */
+static T rows_behind(const ith_model *m, const ith_batch *b, int64_t l)
+{
+    return l == m->config->num_hidden_layers - 1 ? b->rows : ith_tensor_none();
+}
+
+static int64_t num_behind(const ith_model *m, const ith_batch *b, int64_t l)
+{
+    return rows_behind(m, b, l).ndim ? b->num_rows : b->num_tokens;
+}
+
+/* These rows of x [T,*], in the workspace; x itself when all are wanted. */
+static ith_status take_rows(ith_ctx *ctx, T x, T rows, T *out)
+{
+    *out = x;
+    if (!rows.ndim)
+        return ITH_OK;
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "labelled rows", x.dtype, 2, rows.shape[0],
+                         x.shape[1], 1, 1, out));
+    return ith_gather_rows(ctx, *out, x, rows);
 }
 
 static T weight(const ith_model *m, int64_t l, int which)
@@ -373,12 +397,12 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    int64_t t = b->num_tokens;
+    int64_t t = b->num_tokens, n = num_behind(m, b, l);
     ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
     *a = (ith_layer_acts){.mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS),
                           .host_mark = ith_plan_mark(ctx->plan, ITH_MEM_HOST),
                           .x = m->stream,
-                          .x2 = m->stream};
+                          .x2 = ith_row_range(m->stream, 0, n)};
     if (training && keep == ITH_KEEP_HOST) {
         a->x = m->offload;
         ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "layer input", ith_tensor_bytes(a->x),
@@ -390,10 +414,10 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     if (keep != ITH_KEEP_ALL)
         return ITH_OK;
     ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
-    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
+    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "middle residual", m->dtype, n, c->hidden_size, &a->x2));
     if (c->layer_is_moe[l])
-        return push_experts(m, ctx, ITH_MEM_ACTIVATIONS, a, t);
-    return push(ctx, ITH_MEM_ACTIVATIONS, "gate and up", m->dtype, t, 2 * c->intermediate_size,
+        return push_experts(m, ctx, ITH_MEM_ACTIVATIONS, a, n);
+    return push(ctx, ITH_MEM_ACTIVATIONS, "gate and up", m->dtype, n, 2 * c->intermediate_size,
                 &a->gate_up);
 }
 
@@ -412,19 +436,22 @@ static void forget_unsaved(ith_model *m, int64_t l, bool training)
     *a = kept;
 }
 
-/* x2 = x + o Wdense^T and delta = MLP(norm(x2)). */
+/* x2 = x + o Wdense^T and delta = MLP(norm(x2)), of the rows that are read; o: of all. */
 static ith_status after_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T o)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    int64_t t = b->num_tokens;
-    T o_out, n2, rstd2;
+    int64_t t = num_behind(m, b, l);
+    T x, o_out, n2, rstd2, rows = rows_behind(m, b, l);
+    ITH_TRY(take_rows(ctx, heads_2d(o), rows, &o));
+    ITH_TRY(take_rows(ctx, a->x, rows, &x));
+    m->delta = ith_row_range(m->delta, 0, t);
     ITH_TRY(
         push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
-    ITH_TRY(ith_linear_forward(ctx, o_out, heads_2d(o), weight(m, l, ITH_P_O), false));
+    ITH_TRY(ith_linear_forward(ctx, o_out, o, weight(m, l, ITH_P_O), false));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &n2));
     ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
-    ITH_TRY(ith_rmsnorm_forward(ctx, n2, a->x2, rstd2, o_out, a->x, weight(m, l, ITH_P_POST_NORM),
+    ITH_TRY(ith_rmsnorm_forward(ctx, n2, a->x2, rstd2, o_out, x, weight(m, l, ITH_P_POST_NORM),
                                 (float)c->rms_norm_eps, 0.0f));
     if (!c->layer_is_moe[l]) {
         if (!a->gate_up.ndim)
@@ -498,7 +525,10 @@ static ith_status llada2_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     ITH_TRY(open_stream(m, ctx, b, training));
     for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
         ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
-    return ith_add(ctx, hidden, m->residual, m->delta);
+    if (!b->rows.ndim)
+        return ith_add(ctx, hidden, m->residual, m->delta);
+    ITH_TRY(ith_add(ctx, m->delta, m->residual, m->delta));
+    return ith_scatter_rows(ctx, hidden, m->delta, b->rows);
 }
 
 /* ---- backward ---- */
@@ -509,7 +539,6 @@ static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    int64_t t = b->num_tokens;
     *have_in = !a->o.ndim;
     if (a->x2.ndim)
         return ITH_OK;
@@ -519,25 +548,28 @@ static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *
         ITH_TRY(attend(m, ctx, b, l, in));
     }
     ITH_TRY(output_to_tokens(m, ctx, b, l, &in->o));
-    T o_out, rstd2;
+    T o, x, o_out, rstd2, rows = rows_behind(m, b, l);
+    int64_t t = num_behind(m, b, l);
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    ITH_TRY(take_rows(ctx, heads_2d(in->o), rows, &o));
+    ITH_TRY(take_rows(ctx, a->x, rows, &x));
     ITH_TRY(
         push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
     ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
-    ITH_TRY(ith_linear_forward(ctx, o_out, heads_2d(in->o), weight(m, l, ITH_P_O), false));
-    ITH_TRY(ith_rmsnorm_forward(ctx, ith_tensor_none(), a->x2, rstd2, o_out, a->x,
+    ITH_TRY(ith_linear_forward(ctx, o_out, o, weight(m, l, ITH_P_O), false));
+    ITH_TRY(ith_rmsnorm_forward(ctx, ith_tensor_none(), a->x2, rstd2, o_out, x,
                                 weight(m, l, ITH_P_POST_NORM), (float)c->rms_norm_eps, 0.0f));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     return ITH_OK;
 }
 
-/* dx [T,D]: in, the gradient of the layer's output; out, that of x2. */
-static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
+/* dx [rows that are read, D]: in, the gradient of the layer's output; out, that of x2. */
+static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dx)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    int64_t t = dx.shape[0], mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T n2, rstd2, dn2, none = ith_tensor_none(), norm = weight(m, l, ITH_P_POST_NORM);
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &n2));
     ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
@@ -568,9 +600,30 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     return ITH_OK;
 }
 
-/* dx: in, the gradient of x2; out, that of x. */
+/* do_ [T, Hq Dh] from dx2, the gradient of x2 at the rows that are read; it is zero elsewhere.
+ * o: [T, Hq Dh] */
+static ith_status output_gradient(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T do_,
+                                  T dx2, T o)
+{
+    T part = do_, rows = rows_behind(m, b, l);
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    ITH_TRY(take_rows(ctx, o, rows, &o));
+    if (rows.ndim)
+        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "labelled rows", m->dtype, dx2.shape[0], do_.shape[1],
+                     &part));
+    ITH_TRY(ith_linear_backward_input(ctx, part, dx2, weight(m, l, ITH_P_O), false));
+    ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_O), dx2, o));
+    if (rows.ndim) {
+        ITH_TRY(ith_zero(ctx, do_));
+        ITH_TRY(ith_scatter_rows(ctx, do_, part, rows));
+    }
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* dx2: gradient of x2 at the rows that are read; dx: in, of x2 at all rows; out, that of x. */
 static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                     attention_in *in, bool have_in, T dx)
+                                     attention_in *in, bool have_in, T dx2, T dx)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
@@ -584,8 +637,7 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
     ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype, t,
                        c->num_attention_heads, c->head_dim, &do_));
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv gradient", m->dtype, t, qkv_width(c), &dqkv));
-    ITH_TRY(ith_linear_backward_input(ctx, heads_2d(do_), dx, weight(m, l, ITH_P_O), false));
-    ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_O), dx, heads_2d(in->o)));
+    ITH_TRY(output_gradient(m, ctx, b, l, heads_2d(do_), dx2, heads_2d(in->o)));
     ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->num_key_value_heads,
                                            do_, &do_heads));
     ith_qkv s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
@@ -610,13 +662,17 @@ static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     attention_in in = {0};
     bool have_in = false;
+    T dx2, rows = rows_behind(m, b, l);
     if (m->acts[l].host_x)
         ITH_TRY(move_x(ctx, &m->acts[l], false));
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(ith_model_open_grads(m, ctx, l));
     ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));
-    ITH_TRY(mlp_backward(m, ctx, b, l, dx));
-    ITH_TRY(attention_backward(m, ctx, b, l, &in, have_in, dx));
+    ITH_TRY(take_rows(ctx, dx, rows, &dx2));
+    ITH_TRY(mlp_backward(m, ctx, l, dx2));
+    if (rows.ndim) /* dx is zero at the others */
+        ITH_TRY(ith_scatter_rows(ctx, dx, dx2, rows));
+    ITH_TRY(attention_backward(m, ctx, b, l, &in, have_in, dx2, dx));
     ITH_TRY(ith_model_close_grads(m, ctx, l));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);

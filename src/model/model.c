@@ -659,7 +659,7 @@ ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int
                           int64_t labelled)
 {
     const ith_hf_config *c = model->config;
-    double tokens = num_docs ? cu_seqlens[num_docs] : 0, pairs = 0, weights = 0;
+    double tokens = num_docs ? cu_seqlens[num_docs] : 0, pairs = 0, weights = 0, mlp = 0;
     for (int64_t i = 0; i < num_docs; i++) {
         double len = cu_seqlens[i + 1] - cu_seqlens[i];
         pairs += len * len / 2.0;
@@ -679,16 +679,17 @@ ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int
         } else {
             weights += d * ((gated ? 2 : 1) * q + 2 * kv) + q * d;
         }
-        weights += c->layer_is_moe[l]
-                       ? 3 * d *
-                                 (double)(c->moe_intermediate_size *
-                                          (c->num_experts_per_tok + c->num_shared_experts)) +
-                             d * (double)c->num_experts +
-                             3 * d * (double)c->shared_expert_intermediate_size
-                       : 3 * d * (double)c->intermediate_size;
+        mlp = c->layer_is_moe[l]
+                  ? 3 * d *
+                            (double)(c->moe_intermediate_size *
+                                     (c->num_experts_per_tok + c->num_shared_experts)) +
+                        d * (double)c->num_experts +
+                        3 * d * (double)c->shared_expert_intermediate_size
+                  : 3 * d * (double)c->intermediate_size;
+        weights += mlp;
     }
     ith_flops f = {6 * weights * tokens, 3 * 4 * pairs * q * layers + 3 * recurrence,
-                   6 * d * (double)c->vocab_size * (double)labelled, 0};
+                   6 * d * (double)c->vocab_size * (double)labelled, 0, 6 * (q * d + mlp)};
     f.total = f.linear + f.attention + f.head;
     return f;
 }

@@ -136,7 +136,8 @@ typedef struct {
     ith_family family;
     /* Declares parameters and pieces (ith_model_add_*). */
     ith_status (*declare)(ith_model *model, ith_error *err);
-    /* hidden [T,D] (before the final norm) for the batch. training: saves what backward needs. */
+    /* hidden [T,D] (before the final norm) for the batch; where the batch names labelled rows, a
+     * family may leave the others as they are. training: saves what backward needs. */
     ith_status (*forward)(ith_model *model, ith_ctx *ctx, const ith_batch *batch, bool training,
                           ith_tensor hidden);
     /* Gradients of all parameters (+=) from dhidden [T,D], which is overwritten. Releases the saved
@@ -363,9 +364,10 @@ void ith_rope_table(const ith_rope_config *rope, int64_t head_dim, int64_t max_p
 int64_t ith_rope_dim(const ith_rope_config *rope, int64_t head_dim);
 
 /* FLOP of one training step over documents of these lengths (3 x forward; attention causal half
- * counted once), and its parts. labelled: rows that reach the head. */
+ * counted once), and its parts. labelled: rows that reach the head. last_row: linear part of one
+ * row behind the attention of the last layer. */
 typedef struct {
-    double linear, attention, head, total;
+    double linear, attention, head, total, last_row;
 } ith_flops;
 ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int64_t num_docs,
                           int64_t labelled);

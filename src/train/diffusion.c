@@ -103,5 +103,6 @@ double ith_diffusion_flops(const ith_model *model, const ith_noise_options *o,
             pairs += (double)(r.hi[0] - r.lo[0] + r.hi[1] - r.lo[1]);
         }
     }
-    return f.linear + f.head + (causal > 0 ? f.attention * pairs / causal : 0);
+    double unread = (double)(b->num_tokens - b->num_labels) * f.last_row;
+    return f.linear - unread + f.head + (causal > 0 ? f.attention * pairs / causal : 0);
 }
