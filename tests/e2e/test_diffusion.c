@@ -207,6 +207,42 @@ static void test_merged_experts_train_to_the_same_bytes(void **state)
     ith_st_close(reader);
 }
 
+/* Bytes planned for one answer of `tokens`. */
+static int64_t planned_bytes(int64_t tokens)
+{
+    ith_buf row = {0};
+    ith_error err = {0};
+    ith_config c;
+    ith_trainer t;
+    char more[200];
+    ith_buf_puts(&row, "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}, "
+                       "{\"role\": \"assistant\", \"content\": \"");
+    for (int64_t i = 0; i < tokens; i++)
+        ith_buf_puts(&row, "1 ");
+    ith_buf_puts(&row, "\"}]}\n");
+    assert_ok(ith_write_file(small_join(base, "long.jsonl"), row.data, row.len, &err), err);
+    snprintf(more, sizeof more, DIFFUSION "}\nmax_steps: 1\nmemory_limit: 1TiB\n");
+    small_config(&c, small_join(base, "m"), small_join(base, "long.jsonl"), small_join(base, "no"),
+                 more);
+    c.cutoff_len = tokens;
+    assert_ok(ith_trainer_open(&t, &c, true, NULL, &err), err);
+    assert_true(t.step->config.max_tokens >= 2 * tokens);
+    int64_t bytes = ith_plan_total(t.session.ctx.plan);
+    ith_trainer_close(&t);
+    ith_config_deinit(&c);
+    ith_buf_deinit(&row);
+    return bytes;
+}
+
+/* The mask of [noisy; clean] is never stored (cases S81): a byte a pair would be 4 GiB here. */
+static void test_twice_the_length_plans_twice_the_memory(void **state)
+{
+    (void)state;
+    int64_t half = planned_bytes(16384), whole = planned_bytes(32768);
+    if ((double)whole > 2.05 * (double)half || whole >= (int64_t)2 << 30)
+        fail_msg("%lld bytes for 32768 tokens, %lld for 16384", (long long)whole, (long long)half);
+}
+
 static void test_nothing_masked_is_a_step_of_zero(void **state)
 {
     (void)state;
@@ -422,6 +458,7 @@ int main(void)
         cmocka_unit_test(test_accumulation_does_not_change_loss_or_gradient),
         cmocka_unit_test(test_confidence_is_a_loss_of_the_whole_step),
         cmocka_unit_test(test_merged_experts_train_to_the_same_bytes),
+        cmocka_unit_test(test_twice_the_length_plans_twice_the_memory),
         cmocka_unit_test(test_nothing_masked_is_a_step_of_zero),
         cmocka_unit_test(test_what_does_not_fit_is_refused),
         cmocka_unit_test(test_edits_end_in_what_the_model_says),
