@@ -302,44 +302,55 @@ typedef struct {
     bool stop;              /* a stop id among them */
 } step_result;
 
-/* Candidates of edits, of the same forward as the masks: taken before anything is written. */
-static int64_t find_edits(const ith_block_decoder *d, const sequence *s, const ith_block_how *how,
-                          const float *logits, candidate *out)
+typedef struct {
+    const ith_block_decoder *d;
+    const ith_block_how *how;
+    const sequence *s;
+    const float *logits; /* of the block's first row */
+    uint64_t stream;
+    candidate *out; /* [block], of positions that may be written */
+} candidate_job;
+
+static void candidate_task(void *arg, int64_t begin, int64_t end, int thread)
 {
-    int64_t vocab = d->hf.vocab_size, n = 0;
-    const int32_t *row = s->answer->row.ids;
-    for (int64_t p = ith_max_i64(s->begin, s->answer->prompt); p < s->begin + d->block; p++) {
-        if (row[p] == how->mask_id)
-            continue;
-        candidate c =
-            candidate_at(how, logits + (p - s->begin) * vocab, vocab, p, false, 0, s->step);
-        if (c.id != row[p] && c.confidence > how->edit_threshold)
-            out[n++] = c;
+    const candidate_job *j = arg;
+    int64_t vocab = j->d->hf.vocab_size;
+    (void)thread;
+    for (int64_t k = begin; k < end; k++) {
+        int64_t p = j->s->begin + k;
+        bool masked = j->s->answer->row.ids[p] == j->how->mask_id;
+        if (masked || (j->how->edit && p >= j->s->answer->prompt))
+            j->out[k] = candidate_at(j->how, j->logits + k * vocab, vocab, p, masked, j->stream,
+                                     j->s->step);
     }
-    return n;
 }
 
 /* Writes what this step accepts; logits: of the block's first row. scratch: [2*block]. */
 static step_result accept(ith_block_decoder *d, sequence *s, int64_t i, const ith_block_how *how,
                           const float *logits, candidate *scratch)
 {
-    int64_t vocab = d->hf.vocab_size, n = 0, above = 0, quota = quota_of(how, s->step);
-    const int32_t *row = s->answer->row.ids;
-    candidate *edits = scratch + d->block;
-    int64_t num_edits = how->edit ? find_edits(d, s, how, logits, edits) : 0;
-    for (int64_t p = s->begin; p < s->begin + d->block; p++)
-        if (row[p] == how->mask_id) {
-            scratch[n] = candidate_at(how, logits + (p - s->begin) * vocab, vocab, p, true,
-                                      how->first_stream + (uint64_t)i, s->step);
-            above += scratch[n++].confidence > how->threshold;
+    int64_t n = 0, above = 0, edits = 0, quota = quota_of(how, s->step);
+    const int32_t *row = s->answer->row.ids + s->begin;
+    candidate *all = scratch, *chosen = scratch + d->block; /* masks, then edits */
+    candidate_job job = {d, how, s, logits, how->first_stream + (uint64_t)i, all};
+    ith_pool_for(d->session.ctx.pool, d->block, 1, candidate_task, &job);
+    for (int64_t k = 0; k < d->block; k++)
+        if (row[k] == how->mask_id) {
+            above += all[k].confidence > how->threshold;
+            chosen[n++] = all[k];
         }
+    for (int64_t k = ith_max_i64(s->answer->prompt - s->begin, 0); how->edit && k < d->block; k++)
+        if (row[k] != how->mask_id && row[k] != all[k].id &&
+            all[k].confidence > how->edit_threshold)
+            chosen[n + edits++] = all[k];
     int64_t take = above >= quota ? above : ith_min_i64(quota, n);
-    most_confident_first(scratch, n, take);
-    step_result r = {.masks = n, .written = take + num_edits};
-    for (int64_t k = 0; k < r.written; k++) {
-        const candidate *c = k < take ? &scratch[k] : &edits[k - take];
-        write_token(s, i, how, c);
-        r.stop |= is_stop(how, c->id);
+    most_confident_first(chosen, n, take);
+    step_result r = {.masks = n, .written = take + edits};
+    for (int64_t k = 0; k < n + edits; k++) {
+        if (k >= take && k < n)
+            continue;
+        write_token(s, i, how, &chosen[k]);
+        r.stop |= is_stop(how, chosen[k].id);
     }
     s->answer->steps++;
     s->step++;
