@@ -694,10 +694,11 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
         record(r, fabs(stats.grad_norm - norm) / norm, i ? 3e-3 : 1e-5, "adamw step %d grad norm",
                (int)i + 1);
     }
-    /* A rank whose slice is one token shorter, whose group has no document, or whose share of the
-     * images is not the largest possible, uses less. */
+    /* A rank whose slice is one token shorter, whose group has no document, whose share of the images
+     * or (diffusion: the last layer runs on those rows) of the labels is not the largest possible,
+     * uses less. */
     bool full = o->mesh->dp_size == 1 && batch->num_tokens % o->mesh->cp_size == 0 &&
-                (o->mesh->cp_size == 1 || !batch->num_grids);
+                (o->mesh->cp_size == 1 || !(batch->num_grids || mask.block || mask.bidirectional));
     for (int c = 0; c < ITH_MEM_CLASSES; c++) {
         const ith_plan *plan = b.session.ctx.plan;
         int64_t planned = ith_plan_peak(plan, (ith_mem_class)c),
