@@ -13,7 +13,7 @@ import sys
 
 import numpy as np
 
-from make_golden import Var, backward, const, f32, linear, mlp, norm_of, silu, softmax, write_safetensors
+from make_golden import Var, adamw, backward, const, f32, linear, mlp, norm_of, silu, softmax, write_safetensors
 
 IMAGE, VIDEO, START, END = 60, 61, 62, 63
 
@@ -250,22 +250,6 @@ def run(documents, weights, c):
     return float(loss.data[0, 0]), np.concatenate(logits), grads
 
 
-def adamw(weights, documents, c, a):
-    p, m, v = dict(weights), {}, {}
-    for t in range(1, 4):
-        loss, _, grads = run(documents, p, c)
-        norm = norm_of(grads)
-        a.setdefault("losses", []).append(loss)
-        a.setdefault("grad_norms", []).append(norm)
-        for k, g in grads.items():
-            g = g * min(1.0, a["max_grad_norm"] / (norm + 1e-6))
-            m[k] = a["betas"][0] * m.get(k, 0) + (1 - a["betas"][0]) * g
-            v[k] = a["betas"][1] * v.get(k, 0) + (1 - a["betas"][1]) * g * g
-            step = m[k] / (1 - a["betas"][0]**t) / (np.sqrt(v[k] / (1 - a["betas"][1]**t)) + a["eps"])
-            p[k] = p[k] * (1 - a["lr"] * a["weight_decay"]) - a["lr"] * step
-    return p
-
-
 # ---- a case ----
 
 
@@ -373,7 +357,7 @@ def make_case(folder, seed, tied=False, **text):
     loss, logits, grads = run([one], weights, c)
     packed_loss, packed_logits, packed_grads = run(many, weights, c)
     a = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0}
-    after = adamw(weights, [one], c, a)
+    after, a["losses"], a["grad_norms"] = adamw(weights, lambda p: run([one], p, c), a)
     answer, gap = list(one[0]), 1e9
     for _ in range(12):
         z = logits_of(answer, one[2], {k: Var(v) for k, v in weights.items()}, c).data[-1].copy()
