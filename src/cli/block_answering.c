@@ -94,6 +94,17 @@ static void erase(ith_block_view *v)
     v->rows = 0;
 }
 
+/* Prints text that begins in *column; rows and column after it. */
+static int print_drawn(ith_block_view *v, const ith_buf *text, int *column)
+{
+    if (v->status == ITH_OK)
+        v->status = ith_buf_check(text, "answer", &v->err);
+    if (v->status != ITH_OK || text->len == 0)
+        return 0;
+    fwrite(text->data, 1, (size_t)text->len, stdout);
+    return ith_terminal_advance(text->data, text->len, v->width, column);
+}
+
 static bool is_stop(const ith_answering *a, int32_t id)
 {
     for (int i = 0; i < a->num_stop_ids; i++)
@@ -113,8 +124,7 @@ static void settle(ith_block_view *v, int64_t end)
             break;
         v->status = ith_token_stream_push(&v->stream, id, &text, &v->err);
     }
-    fwrite(text.data ? text.data : "", 1, (size_t)text.len, stdout);
-    (void)ith_terminal_advance(text.data, text.len, v->width, &v->column);
+    (void)print_drawn(v, &text, &v->column);
     ith_buf_deinit(&text);
 }
 
@@ -136,8 +146,7 @@ static void draw(ith_block_view *v)
     }
     erase(v);
     int column = v->column;
-    v->rows = ith_terminal_advance(text.data, text.len, v->width, &column);
-    fwrite(text.data ? text.data : "", 1, (size_t)text.len, stdout);
+    v->rows = print_drawn(v, &text, &column);
     fflush(stdout);
     ith_buf_deinit(&text);
 }

@@ -151,10 +151,10 @@ static void test_confidence_is_a_loss_of_the_whole_step(void **state)
 {
     (void)state;
     static small_seen seen[4];
-    static const char *const how[] = {"confidence_beta: 1.5}\nmicro_batch_size: 1\n",
-                                      "confidence_beta: 1.5}\nmicro_batch_size: 2\n",
-                                      "confidence_beta: 1.5, normalizer: micro_batch}\n"
-                                      "micro_batch_size: 2\n"};
+    static const char *const how[] = {
+        "confidence_beta: 1.5}\nmicro_batch_size: 1\n",
+        "confidence_beta: 1.5}\nmicro_batch_size: 2\n",
+        "confidence_beta: 1.5, normalizer: micro_batch}\nmicro_batch_size: 2\n"};
     char from[1200];
     snprintf(from, sizeof from, "%s/half", base);
     train_on("facts.jsonl", small_join(base, "m"), from,
