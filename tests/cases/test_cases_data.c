@@ -79,7 +79,8 @@ static void test_rows_of_another_kind_name_the_keys(void **state)
     (void)state;
     assert_refused("{\"text\":\"once\"}\n{\"text\":\"upon\"}\n", 1,
                    "@/rows.jsonl: row 1 (line 1): found the keys text; expected messages "
-                   "(canonical), instruction and output (alpaca) or conversations (sharegpt)");
+                   "(canonical), instruction and output (alpaca), conversations (sharegpt) or "
+                   "input_ids (tokenid)");
     assert_refused("{\"messages\":[]}\n", 1,
                    "@/rows.jsonl: no sample is left: 1 of 1 row dropped: no assistant turn (first: "
                    "@/rows.jsonl: row 1 (line 1))");
