@@ -99,10 +99,10 @@ const config_row ith_config_rows[] = {
  .words = "step micro_batch",
  .help = "step: the mean of the loss is over the whole optimizer step. micro_batch: over each "
          "micro-batch, then over micro-batches, as dFactory does."},
-{"diffusion_config.padding", MODEL, KEY_ENUM, AT(diffusion.padding), "end",
+{"diffusion_config.padding", MODEL, KEY_ENUM, AT(diffusion.padding), "block",
  .words = "none end block full",
- .help = "End tokens trained after an answer: none, one, up to the end of its block, or up to "
-         "cutoff_len (as dFactory does)."},
+ .help = "End tokens trained after an answer: none, one (end), up to the end of its block, which is "
+         "what the decoder has to write, or up to cutoff_len (full, as dFactory does)."},
 {"diffusion_config.confidence_beta", MODEL, KEY_FLOAT, AT(diffusion.confidence_beta), "0.0",
  AT_LEAST_F(0),
  .help = "Trainable parallel decoding: this times the entropy of masked tokens that are predicted "
