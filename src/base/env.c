@@ -27,6 +27,8 @@ const ith_env_row ith_env_table[ITH_ENV_COUNT] = {
                              "path of the CUDA plug-in, instead of the search beside the program"},
     [ITH_ENV_MPI_PLUGIN] = {"ITH_MPI_PLUGIN", "",
                             "path of the MPI plug-in, instead of the search beside the program"},
+    [ITH_ENV_LINKS] = {"ITH_LINKS", "the first that works",
+                       "how GPUs exchange: peer (copies between GPUs of one machine) or nccl"},
 };
 
 const char *ith_env(ith_env_id id)

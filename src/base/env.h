@@ -14,6 +14,7 @@ typedef enum {
     ITH_ENV_NO_COLOR,
     ITH_ENV_CUDA_PLUGIN,
     ITH_ENV_MPI_PLUGIN,
+    ITH_ENV_LINKS,
     ITH_ENV_COUNT
 } ith_env_id;
 

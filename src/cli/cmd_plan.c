@@ -39,15 +39,17 @@ static ith_status longest(ith_trainer *t, ith_buf *out)
 {
     static const double sizes[] = {24, 40, 80, 141};
     int64_t tokens = 0, limit = t->config->memory_limit, total = 0;
-    if (limit == ITH_CONFIG_UNSET)
+    if (limit == ITH_CONFIG_UNSET) {
         ITH_TRY(t->session.ctx.device->memory(t->session.ctx.device, &limit, &total,
                                               t->session.ctx.err));
+        limit -= t->links_bytes;
+    }
     ITH_TRY(ith_step_longest(t->step, limit, &tokens));
     char bytes[32];
     ith_buf_printf(out, "longest sequence: %lld tokens in the %s that may be used here;",
                    (long long)tokens, ith_format_bytes(limit, bytes, sizeof bytes));
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) { /* 97 % of the named GB */
-        ITH_TRY(ith_step_longest(t->step, (int64_t)(sizes[i] * 0.97e9), &tokens));
+        ITH_TRY(ith_step_longest(t->step, (int64_t)(sizes[i] * 0.97e9) - t->links_bytes, &tokens));
         ith_buf_printf(out, "%s %lld in %.0f GB", i ? "," : "", (long long)tokens, sizes[i]);
     }
     ith_buf_puts(out, "\n");

@@ -68,6 +68,9 @@ void ith_memory_table(const ith_trainer *t, ith_buf *out)
                                ith_format_bytes(rows[i].bytes, bytes, sizeof bytes),
                                (long long)rows[i].count);
     }
+    if (t->links_bytes > 0)
+        ith_buf_printf(out, "  beside the plan  %7s for exchanges between GPUs\n",
+                       ith_format_bytes(t->links_bytes, bytes, sizeof bytes));
     ith_buf_printf(out, "  micro-batch of at most %lld tokens in %lld documents",
                    (long long)s->config.max_tokens, (long long)s->config.max_docs);
     if (s->config.vision.max_patches)

@@ -27,8 +27,10 @@ ith_status ith_comm_wrap(ith_comm **out, const ith_comm_driver *driver, void *st
     ITH_TRY(ith_alloc_zero((void **)&comm, 1, sizeof *comm, "group of ranks", err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&comm->lists, 5 * size + 1, sizeof *comm->lists,
                                "group of ranks", err));
-    if (size > 1)
+    if (size > 1 && !driver->add_parts) {
         ITH_TRY_OUT(ith_alloc(&comm->scratch, ITH_COMM_SCRATCH_BYTES, "scratch of a group", err));
+        comm->scratch_bytes = ITH_COMM_SCRATCH_BYTES;
+    }
     comm->driver = driver;
     comm->state = state;
     comm->rank = rank;
@@ -49,8 +51,16 @@ void ith_comm_close(ith_comm *comm)
         return;
     comm->driver->close(comm);
     ith_free(comm->lists);
-    ith_free(comm->scratch);
+    if (!comm->driver->add_parts)
+        ith_free(comm->scratch);
     ith_free(comm);
+}
+
+void ith_comm_set_scratch(ith_comm *comm, void *memory, int64_t bytes)
+{
+    ITH_ASSERT(comm->driver->add_parts);
+    comm->scratch = memory;
+    comm->scratch_bytes = bytes;
 }
 
 void ith_comm_abort(ith_comm *comm, int exit_code)
@@ -80,6 +90,19 @@ ith_status ith_comm_exchange(ith_comm *comm, const ith_exchange *x, ith_error *e
     return status;
 }
 
+ith_status ith_comm_exchange_rows(ith_comm *comm, const ith_strided *send, const ith_strided *recv,
+                                  int64_t pieces, ith_error *err)
+{
+    ITH_ASSERT(comm->takes_rows && pieces >= 1 && pieces <= ITH_MAX_PIECES);
+    for (int64_t i = 0; i < comm->size * pieces; i++)
+        comm->bytes_sent += i / pieces == comm->rank ? 0 : send[i].bytes * send[i].rows;
+    comm->exchanges++;
+    double t0 = now_s();
+    ith_status status = comm->driver->exchange_rows(comm, send, recv, pieces, err);
+    comm->seconds += now_s() - t0;
+    return status;
+}
+
 /* The group's own lists: send offsets and sizes, receive offsets and sizes, range borders. */
 static int64_t *list(const ith_comm *comm, int which)
 {
@@ -95,9 +118,9 @@ static ith_exchange own_lists(const ith_comm *comm, const void *send, void *recv
 ith_status ith_comm_barrier(ith_comm *comm, ith_error *err)
 {
     char *flags = comm->scratch;
-    ITH_ASSERT(comm->size + 1 <= ITH_COMM_SCRATCH_BYTES);
     if (comm->size == 1)
         return ITH_OK;
+    ITH_ASSERT(comm->size + 1 <= comm->scratch_bytes);
     flags[comm->size] = 0;
     return ith_comm_all_gather(comm, flags, flags + comm->size, 1, err);
 }
@@ -135,76 +158,87 @@ ith_status ith_comm_all_gather(ith_comm *comm, void *recv, const void *send, int
     return ith_comm_exchange(comm, &x, err);
 }
 
-ith_status ith_comm_all_gather_v(ith_comm *comm, void *data, const int64_t *first,
+ith_status ith_comm_all_gather_v(ith_comm *comm, void *data, const void *own, const int64_t *first,
                                  int64_t elem_bytes, ith_error *err)
 {
-    if (comm->size == 1)
+    int64_t me = comm->rank, at = first[me] * elem_bytes;
+    if (comm->size == 1 && !own)
         return ITH_OK;
-    int64_t own_at = first[comm->rank] * elem_bytes,
-            own_bytes = (first[comm->rank + 1] - first[comm->rank]) * elem_bytes;
     for (int64_t j = 0; j < comm->size; j++) {
-        bool other = j != comm->rank;
-        list(comm, 0)[j] = own_at;
-        list(comm, 1)[j] = other ? own_bytes : 0;
+        bool moves = j != me || own; /* the own block */
+        list(comm, 0)[j] = own ? 0 : at;
+        list(comm, 1)[j] = moves ? (first[me + 1] - first[me]) * elem_bytes : 0;
         list(comm, 2)[j] = first[j] * elem_bytes;
-        list(comm, 3)[j] = other ? (first[j + 1] - first[j]) * elem_bytes : 0;
+        list(comm, 3)[j] = moves ? (first[j + 1] - first[j]) * elem_bytes : 0;
     }
-    ith_exchange x = own_lists(comm, data, data);
+    ith_exchange x = own_lists(comm, own ? own : data, data);
     return ith_comm_exchange(comm, &x, err);
 }
 
 /* ---- reductions ---- */
 
-/* out[i] = reduction over r of parts[r * stride + i], in rank order. */
-static void reduce_f32(float *out, const float *parts, int64_t ranks, int64_t stride, int64_t n,
-                       ith_reduce op)
+/* own[i] = reduction over r, in rank order, of parts[r * stride + i]; the own part is own[i]. With
+ * `into`, into[i] grows by it. */
+static void reduce_f32(float *own, float *into, const float *parts, int64_t rank, int64_t ranks,
+                       int64_t stride, int64_t n, ith_reduce op)
 {
     for (int64_t i = 0; i < n; i++) {
-        double sum = (double)parts[i];
-        for (int64_t r = 1; r < ranks; r++) {
-            double x = (double)parts[r * stride + i];
-            sum = op == ITH_REDUCE_SUM ? sum + x : (x > sum || isnan(x) ? x : sum);
+        double sum = 0;
+        for (int64_t r = 0; r < ranks; r++) {
+            double x = (double)(r == rank ? own[i] : parts[r * stride + i]);
+            sum = r == 0 ? x : op == ITH_REDUCE_SUM ? sum + x : (x > sum || isnan(x) ? x : sum);
         }
-        out[i] = (float)sum;
+        if (into)
+            into[i] += (float)sum;
+        else
+            own[i] = (float)sum;
     }
 }
 
-static void reduce_f64(double *out, const double *parts, int64_t ranks, int64_t stride, int64_t n,
-                       ith_reduce op)
+static void reduce_f64(double *own, const double *parts, int64_t rank, int64_t ranks,
+                       int64_t stride, int64_t n, ith_reduce op)
 {
     for (int64_t i = 0; i < n; i++) {
-        double sum = parts[i];
-        for (int64_t r = 1; r < ranks; r++) {
-            double x = parts[r * stride + i];
-            sum = op == ITH_REDUCE_SUM ? sum + x : (x > sum || isnan(x) ? x : sum);
+        double sum = 0;
+        for (int64_t r = 0; r < ranks; r++) {
+            double x = r == rank ? own[i] : parts[r * stride + i];
+            sum = r == 0 ? x : op == ITH_REDUCE_SUM ? sum + x : (x > sum || isnan(x) ? x : sum);
         }
-        out[i] = sum;
+        own[i] = sum;
     }
 }
 
-static void reduce_i64(int64_t *out, const int64_t *parts, int64_t ranks, int64_t stride, int64_t n,
-                       ith_reduce op)
+static void reduce_i64(int64_t *own, const int64_t *parts, int64_t rank, int64_t ranks,
+                       int64_t stride, int64_t n, ith_reduce op)
 {
     for (int64_t i = 0; i < n; i++) {
-        int64_t sum = parts[i];
-        for (int64_t r = 1; r < ranks; r++) {
-            int64_t x = parts[r * stride + i];
-            sum = op == ITH_REDUCE_SUM ? sum + x : ith_max_i64(sum, x);
+        int64_t sum = 0;
+        for (int64_t r = 0; r < ranks; r++) {
+            int64_t x = r == rank ? own[i] : parts[r * stride + i];
+            sum = r == 0 ? x : op == ITH_REDUCE_SUM ? sum + x : ith_max_i64(sum, x);
         }
-        out[i] = sum;
+        own[i] = sum;
     }
 }
 
-static void reduce(void *out, const void *parts, int64_t ranks, int64_t stride, int64_t n,
-                   ith_dtype dtype, ith_reduce op)
+static ith_status reduce(ith_comm *comm, void *own, float *into, int64_t stride, int64_t n,
+                         ith_dtype dtype, ith_reduce op, ith_error *err)
 {
+    const void *parts = comm->scratch;
+    int64_t rank = comm->rank, ranks = comm->size;
     ITH_ASSERT(dtype == ITH_F32 || dtype == ITH_F64 || dtype == ITH_I64);
+    ITH_ASSERT(!into || (op == ITH_REDUCE_SUM && dtype == ITH_F32));
+    if (comm->driver->add_parts) {
+        ITH_ASSERT(op == ITH_REDUCE_SUM && dtype != ITH_I64);
+        return comm->driver->add_parts(comm, into ? into : own, into, own, stride, n, dtype, err);
+    }
     if (dtype == ITH_F32)
-        reduce_f32(out, parts, ranks, stride, n, op);
+        reduce_f32(own, into, parts, rank, ranks, stride, n, op);
     else if (dtype == ITH_F64)
-        reduce_f64(out, parts, ranks, stride, n, op);
+        reduce_f64(own, parts, rank, ranks, stride, n, op);
     else
-        reduce_i64(out, parts, ranks, stride, n, op);
+        reduce_i64(own, parts, rank, ranks, stride, n, op);
+    return ITH_OK;
 }
 
 /* Elements [begin, end) of a range that are in round c of n elements each. */
@@ -215,12 +249,14 @@ static int64_t round_part(int64_t begin, int64_t end, int64_t c, int64_t n, int6
 }
 
 ith_status ith_comm_reduce_scatter_v(ith_comm *comm, void *data, const int64_t *first,
-                                     ith_dtype dtype, ith_reduce op, ith_error *err)
+                                     ith_dtype dtype, ith_reduce op, float *into, ith_error *err)
 {
-    if (comm->size == 1)
-        return ITH_OK;
     int64_t size = ith_dtype_bytes(dtype), me = comm->rank, longest = 0;
-    int64_t n = ITH_COMM_SCRATCH_BYTES / size / comm->size;
+    if (comm->size == 1)
+        return into ? reduce(comm, (char *)data + first[0] * size, into, 0, first[1] - first[0],
+                             dtype, op, err)
+                    : ITH_OK;
+    int64_t n = comm->scratch_bytes / size / comm->size;
     ITH_ASSERT(n > 0);
     for (int64_t j = 0; j < comm->size; j++)
         longest = ith_max_i64(longest, first[j + 1] - first[j]);
@@ -229,15 +265,31 @@ ith_status ith_comm_reduce_scatter_v(ith_comm *comm, void *data, const int64_t *
         for (int64_t j = 0; j < comm->size; j++) {
             int64_t at = 0, part = round_part(first[j], first[j + 1], c, n, &at);
             list(comm, 0)[j] = at * size;
-            list(comm, 1)[j] = part * size;
+            list(comm, 1)[j] = j == me ? 0 : part * size;
             list(comm, 2)[j] = j * n * size;
-            list(comm, 3)[j] = own * size;
+            list(comm, 3)[j] = j == me ? 0 : own * size;
         }
         ith_exchange x = own_lists(comm, data, comm->scratch);
         ITH_TRY(ith_comm_exchange(comm, &x, err));
-        reduce((char *)data + own_at * size, comm->scratch, comm->size, n, own, dtype, op);
+        ITH_TRY(reduce(comm, (char *)data + own_at * size,
+                       into ? into + (own_at - first[me]) : NULL, n, own, dtype, op, err));
     }
     return ITH_OK;
+}
+
+/* Every rank has all of every rank, and reduces it by itself. */
+static ith_status small_all_reduce(ith_comm *comm, void *data, int64_t count, ith_dtype dtype,
+                                   ith_reduce op, ith_error *err)
+{
+    int64_t bytes = count * ith_dtype_bytes(dtype);
+    for (int64_t j = 0; j < comm->size; j++) {
+        list(comm, 0)[j] = 0;
+        list(comm, 2)[j] = j * bytes;
+        list(comm, 1)[j] = list(comm, 3)[j] = j == comm->rank ? 0 : bytes;
+    }
+    ith_exchange x = own_lists(comm, data, comm->scratch);
+    ITH_TRY(ith_comm_exchange(comm, &x, err));
+    return reduce(comm, data, NULL, count, count, dtype, op, err);
 }
 
 ith_status ith_comm_all_reduce(ith_comm *comm, void *data, int64_t count, ith_dtype dtype,
@@ -246,16 +298,13 @@ ith_status ith_comm_all_reduce(ith_comm *comm, void *data, int64_t count, ith_dt
     int64_t size = ith_dtype_bytes(dtype), bytes = ith_mul_bytes(count, size);
     if (comm->size == 1)
         return ITH_OK;
-    if (bytes <= SMALL_REDUCE_BYTES && bytes * comm->size <= ITH_COMM_SCRATCH_BYTES) {
-        ITH_TRY(ith_comm_all_gather(comm, comm->scratch, data, bytes, err));
-        reduce(data, comm->scratch, comm->size, count, count, dtype, op);
-        return ITH_OK;
-    }
+    if (bytes <= SMALL_REDUCE_BYTES && bytes * comm->size <= comm->scratch_bytes)
+        return small_all_reduce(comm, data, count, dtype, op, err);
     int64_t *first = list(comm, 4);
     for (int64_t j = 0; j <= comm->size; j++)
         first[j] = count / comm->size * j + ith_min_i64(j, count % comm->size);
-    ITH_TRY(ith_comm_reduce_scatter_v(comm, data, first, dtype, op, err));
-    return ith_comm_all_gather_v(comm, data, first, size, err);
+    ITH_TRY(ith_comm_reduce_scatter_v(comm, data, first, dtype, op, NULL, err));
+    return ith_comm_all_gather_v(comm, data, NULL, first, size, err);
 }
 
 ith_status ith_comm_agree(ith_comm *comm, ith_status status, ith_error *err)

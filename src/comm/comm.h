@@ -1,35 +1,27 @@
 /* comm.h - a group of ranks and what they do together.
  *
- * A driver (comm_self.c, comm_mpi.c, comm_tcp.c) only moves bytes between ranks: one exchange in which every
- * rank sends a block to every rank. All collectives are built from it here, once, so every driver
- * gives the same bits. Invariants:
+ * A driver (comm_self.c, comm_mpi.c, comm_tcp.c; comm_device.c for memory of devices) only moves
+ * bytes between ranks: one exchange in which every rank sends a block to every rank. All
+ * collectives are built from it here, once, so every driver gives the same bits. Invariants:
  * 1. A collective is called by every rank of its group, in the same order, or by none.
  * 2. Sums are taken in rank order, f32 in double, rounded once: the result is the same on all ranks
  *    and on every run, and reduce_scatter gives the bits of all_reduce.
  * 3. Sizes are int64_t; a driver cuts what its library cannot take at once.
- * 4. No allocation after open and split: scratch of ITH_COMM_SCRATCH_BYTES and the block lists
- *    belong to the group.
- * Buffers are host memory and may be reused on return. A group of one rank does nothing. */
+ * 4. No allocation after open and split: scratch and the block lists belong to the group.
+ * Buffers are host memory and may be reused on return; those of a device group are the device's,
+ * and everything is queued like its copies. A group of one rank does nothing. */
 #ifndef ITH_COMM_COMM_H
 #define ITH_COMM_COMM_H
 
+#include "base/device.h"
 #include "tensor/dtype.h"
 
 #define ITH_COMM_SCRATCH_BYTES ((int64_t)4 << 20)
 
 typedef struct ith_comm ith_comm;
 
-/* Block j of `send` goes to rank j; block j of `recv` comes from rank j. Offsets and sizes in
- * bytes. Both sides of a pair name the same size; an empty block sends nothing. */
 typedef struct {
-    const void *send;
-    const int64_t *send_at, *send_bytes; /* [size] */
-    void *recv;
-    const int64_t *recv_at, *recv_bytes; /* [size] */
-} ith_exchange;
-
-typedef struct {
-    const char *name; /* "self", "mpi", "tcp" */
+    const char *name; /* "self", "mpi", "tcp", "device" */
     /* Moves the blocks, the own one included. */
     ith_status (*exchange)(ith_comm *comm, const ith_exchange *x, ith_error *err);
     /* A new driver state for the ranks of the same color, in the order of their ranks. */
@@ -38,6 +30,14 @@ typedef struct {
     void (*close)(ith_comm *comm);
     /* Ends the other ranks of the job, now or at their next exchange; may not return. */
     void (*abort)(ith_comm *comm, int exit_code);
+    /* NULL for host memory. to[i] becomes the sum over r in rank order, part r at scratch[r *
+     * stride
+     * + i], the own one at own[i]; or, add, grows by it. */
+    ith_status (*add_parts)(ith_comm *comm, void *to, bool add, const void *own, int64_t stride,
+                            int64_t n, ith_dtype dtype, ith_error *err);
+    /* NULL: none of its groups takes rows. */
+    ith_status (*exchange_rows)(ith_comm *comm, const ith_strided *send, const ith_strided *recv,
+                                int64_t pieces, ith_error *err);
 } ith_comm_driver;
 
 struct ith_comm {
@@ -52,7 +52,9 @@ struct ith_comm {
     double seconds;
     /* own memory */
     void *scratch;
-    int64_t *lists; /* [5 * size + 1] */
+    int64_t scratch_bytes;
+    int64_t *lists;  /* [5 * size + 1] */
+    bool takes_rows; /* exchange_rows works */
 };
 
 /* All ranks of the job: over MPI when its launcher (mpirun, srun) started several; over sockets
@@ -72,24 +74,38 @@ void ith_comm_abort(ith_comm *comm, int exit_code);
 
 typedef enum { ITH_REDUCE_SUM, ITH_REDUCE_MAX } ith_reduce;
 
+/* Collective: a group of the same ranks for memory of their devices, with exchanges of
+ * device->links. It has no scratch, which a reduction needs, until the caller gives it memory of
+ * the device: ith_comm_set_scratch. On it only exchange, all_gather_v and sums work. `host` and the
+ * device must outlive it. What goes wrong is agreed; a group that breaks, while it is opened or
+ * later, ends the job with one line. beside: on the queue beside the main one. */
+ith_status ith_comm_open_device(ith_comm **out, ith_comm *host, ith_device *device, bool beside,
+                                ith_error *err);
+void ith_comm_set_scratch(ith_comm *comm, void *memory, int64_t bytes);
+/* For people: "mpi", "self", or how the devices reach each other: "peer", "nccl". */
+const char *ith_comm_way(const ith_comm *comm);
+
 ith_status ith_comm_exchange(ith_comm *comm, const ith_exchange *x, ith_error *err);
+/* Where comm->takes_rows: an exchange of blocks that are pieces of rows, see ith_device_way. */
+ith_status ith_comm_exchange_rows(ith_comm *comm, const ith_strided *send, const ith_strided *recv,
+                                  int64_t pieces, ith_error *err);
 ith_status ith_comm_barrier(ith_comm *comm, ith_error *err);
 ith_status ith_comm_broadcast(ith_comm *comm, void *data, int64_t bytes, int64_t root,
                               ith_error *err);
 /* recv: [size] blocks of `bytes`, in rank order; send may be this rank's block of recv. */
 ith_status ith_comm_all_gather(ith_comm *comm, void *recv, const void *send, int64_t bytes,
                                ith_error *err);
-/* Rank r owns elements [first[r], first[r + 1]) of data, of elem_bytes each; afterwards all ranks
- * have all. */
-ith_status ith_comm_all_gather_v(ith_comm *comm, void *data, const int64_t *first,
+/* Rank r brings elements [first[r], first[r + 1]) of data, of elem_bytes each, in `own` (NULL: they
+ * are in place); afterwards all ranks have all in data. */
+ith_status ith_comm_all_gather_v(ith_comm *comm, void *data, const void *own, const int64_t *first,
                                  int64_t elem_bytes, ith_error *err);
 /* data: F32, F64 or I64, in place. A NaN anywhere is NaN in the maximum. */
 ith_status ith_comm_all_reduce(ith_comm *comm, void *data, int64_t count, ith_dtype dtype,
                                ith_reduce op, ith_error *err);
 /* Elements [first[r], first[r + 1]) of rank r become the reduction; the others keep this rank's
- * values. */
+ * values. With `into` (F32 sums) data stays, and the reduction is added to into[0 ..] instead. */
 ith_status ith_comm_reduce_scatter_v(ith_comm *comm, void *data, const int64_t *first,
-                                     ith_dtype dtype, ith_reduce op, ith_error *err);
+                                     ith_dtype dtype, ith_reduce op, float *into, ith_error *err);
 
 /* Fixed point of a run: every rank brings its status. When one failed, all return the failure of
  * the lowest failing rank, with its text behind "rank R: " in err. */

@@ -173,7 +173,8 @@ static void mpi_abort(ith_comm *comm, int exit_code)
     (void)MPI_Abort(s->comm, exit_code);
 }
 
-static const ith_comm_driver driver = {"mpi", mpi_exchange, mpi_split, mpi_close, mpi_abort};
+static const ith_comm_driver driver = {"mpi",     mpi_exchange, mpi_split, mpi_close,
+                                       mpi_abort, NULL,         NULL};
 
 static void find_local(ith_comm *comm)
 {

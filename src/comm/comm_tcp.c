@@ -397,7 +397,8 @@ static void tcp_abort(ith_comm *comm, int exit_code)
             shutdown(s->sockets[s->members[j]], SHUT_RDWR);
 }
 
-static const ith_comm_driver driver = {"tcp", tcp_exchange, tcp_split, tcp_close, tcp_abort};
+static const ith_comm_driver driver = {"tcp",     tcp_exchange, tcp_split, tcp_close,
+                                       tcp_abort, NULL,         NULL};
 
 static ith_status find_master(meeting *m, ith_error *err)
 {

@@ -5,7 +5,7 @@
 #include "comm/comm.h"
 
 /* Both sides must be of one build: the version and the layout of what they share. */
-#define ITH_MPI_ABI (ITH_VERSION " comm 1")
+#define ITH_MPI_ABI (ITH_VERSION " comm 3")
 
 typedef struct {
     const char *abi;

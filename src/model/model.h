@@ -169,13 +169,17 @@ struct ith_model {
 
     /* placed. What zero_stage cuts is this rank's shard of the flat layout: grad from 2 on, w in 3;
      * then the blocks that are no layer (embeddings, norm, vision tower, head) are whole in
-     * `ends_*`, and one layer at a time is in `window_*`. w_f32 is small and always whole. */
+     * `ends_*`, and layer l is for a while in window l % num_windows of `window_*`: one, or two
+     * where a device exchanges a layer while it computes another. w_f32 is small and always whole.
+     */
     ith_tensor w, grad; /* [num_act] act, [num_elements] f32; or [shard elements] */
     ith_tensor w_f32;   /* [num_elements - num_act] f32; absent when that is 0 */
     ith_tensor ends_w, ends_grad, window_w, window_grad;
-    ith_shard *shard;      /* borrowed; NULL: nothing is cut */
-    int zero_stage;        /* 0 without shard */
-    ith_tensor sharded[4]; /* what ith_model_serve may be asked for */
+    ith_shard *shard; /* borrowed; NULL: nothing is cut */
+    int zero_stage;   /* 0 without shard */
+    int64_t num_windows, window_elements;
+    int64_t gathered[2], last_gathered; /* layer in each window of w, -1: none; of the last call */
+    ith_tensor sharded[4];              /* what ith_model_serve may be asked for */
     int num_sharded;
     ith_tensor buffers; /* [num_buffer_elements] f32; absent when there is none */
     int64_t max_positions;
@@ -266,10 +270,11 @@ ith_status ith_model_load_buffers(ith_model *model, ith_ctx *ctx, const ith_st_r
 
 /* ---- many ranks: model_shard.c ---- */
 
-/* The verbs of a walk. Stage 3: the weights of layer l are gathered into the window. */
+/* The verbs of a walk. Stage 3: the weights of layer l are gathered into its window, and where
+ * there are two, those of the layer that the walk needs next begin to be. */
 ith_status ith_model_gather_layer(ith_model *model, ith_ctx *ctx, int64_t layer);
-/* Stages 2 and 3: gradients of layer l go to the window, which begins with zeros; close sums them
- * over the ranks into the shard. */
+/* Stages 2 and 3: gradients of layer l go to its window, which begins with zeros; close sums them
+ * over the ranks into the shard; ith_model_reduce_grads sees that all of that is done. */
 ith_status ith_model_open_grads(ith_model *model, ith_ctx *ctx, int64_t layer);
 ith_status ith_model_close_grads(ith_model *model, ith_ctx *ctx, int64_t layer);
 /* Once a step: what is not summed over all ranks yet. Stage 0: all of grad. Stage 1: the own slices

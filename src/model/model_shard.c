@@ -8,6 +8,11 @@
 
 typedef ith_tensor T;
 
+/* Marks of the queue beside: window w of the weights is filled, of the gradients is summed. */
+#define FILLED(w) ((int)(w))
+#define SUMMED(w) ((int)(2 + (w)))
+_Static_assert(ITH_DEVICE_MARKS == 4, "two windows of weights and gradients");
+
 /* ---- blocks ----
  * Embeddings, the layers, the rest, the f32 tail. With expert parallelism a layer of experts is
  * four blocks: what is before its experts, gate_up, down, and what is behind them. */
@@ -101,12 +106,23 @@ static T end_of(const ith_model *m, T ends, int64_t block)
     return ith_row_range(ends, at, at + block_elements(m, block));
 }
 
+static int64_t window_idx(const ith_model *m, int64_t layer)
+{
+    return layer % m->num_windows;
+}
+
+static void forget_gathered(ith_model *m)
+{
+    m->gathered[0] = m->gathered[1] = m->last_gathered = -1;
+}
+
 /* A block of a layer in the window of the whole layer. */
 static T window_of(const ith_model *m, T window, int64_t block)
 {
     int64_t at = 0, l = 0;
     while (layer_block(m, l + 1) <= block)
         l++;
+    at = window_idx(m, l) * m->window_elements;
     for (int64_t b = layer_block(m, l); b < block; b++)
         at += ith_shard_window_elements(m->shard, b);
     return ith_row_range(window, at, at + ith_shard_window_elements(m->shard, block));
@@ -145,6 +161,10 @@ ith_status ith_model_place_sharded(ith_model *m, ith_ctx *ctx, bool training)
         return ITH_OK;
     for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
         largest = ith_max_i64(largest, window_elements(m, l));
+    m->num_windows = ctx->device == ith_device_cpu() ? 1 : 2;
+    m->window_elements = largest;
+    forget_gathered(m);
+    largest *= m->num_windows;
     for (int64_t b = 0; b < blocks; b++) {
         ends += is_end(m, b) ? block_elements(m, b) : 0;
         act_ends += is_end(m, b) && !is_tail(m, b) ? block_elements(m, b) : 0;
@@ -176,61 +196,77 @@ ith_status ith_model_place_sharded(ith_model *m, ith_ctx *ctx, bool training)
 }
 
 /* whole <- the slices of all ranks; whole holds exactly the window. */
-static ith_status gather_block(ith_model *m, ith_ctx *ctx, int64_t block, T whole)
+static ith_status gather_block(ith_model *m, ith_ctx *ctx, int64_t block, T whole, bool beside)
 {
-    T own = ith_shard_slice(m->shard, block, m->w);
-    int64_t size = ith_dtype_bytes(whole.dtype),
-            at = ith_shard_slice_first(m->shard, block) - ith_shard_window_first(m->shard, block);
-    if (!ith_ctx_counting(ctx) && own.shape[0] > 0)
-        ITH_TRY(ctx->device->copy(ctx->device, (char *)whole.data + at * size, own.data,
-                                  ith_tensor_bytes(own), ctx->err));
-    return ith_shard_gather(m->shard, ctx, block, whole);
+    return ith_shard_gather(m->shard, ctx, block, whole, ith_shard_slice(m->shard, block, m->w),
+                            beside);
+}
+
+/* Begins to fill the layer's window, which nobody reads any more. */
+static ith_status fill_window(ith_model *m, ith_ctx *ctx, int64_t layer)
+{
+    int64_t w = window_idx(m, layer);
+    if (m->gathered[w] == layer)
+        return ITH_OK;
+    m->gathered[w] = layer;
+    ITH_TRY(ith_mesh_fork(m->mesh, ctx));
+    for (int64_t b = layer_block(m, layer); b < layer_block(m, layer + 1); b++)
+        ITH_TRY(gather_block(m, ctx, b, window_of(m, m->window_w, b), true));
+    return ith_mesh_note(m->mesh, ctx, FILLED(w));
 }
 
 ith_status ith_model_gather_layer(ith_model *m, ith_ctx *ctx, int64_t layer)
 {
-    if (m->zero_stage < 3)
+    int64_t last = m->config->num_hidden_layers - 1;
+    if (m->zero_stage < 3 || ith_ctx_counting(ctx))
         return ITH_OK;
-    for (int64_t b = layer_block(m, layer); b < layer_block(m, layer + 1); b++)
-        ITH_TRY(gather_block(m, ctx, b, window_of(m, m->window_w, b)));
-    return ITH_OK;
+    bool up = layer == 0 || (layer < last && layer > m->last_gathered);
+    int64_t next = layer + (up ? 1 : -1);
+    m->last_gathered = layer;
+    ITH_TRY(fill_window(m, ctx, layer));
+    ITH_TRY(ith_mesh_await(m->mesh, ctx, FILLED(window_idx(m, layer))));
+    return m->num_windows > 1 && next >= 0 && next <= last ? fill_window(m, ctx, next) : ITH_OK;
 }
 
 ith_status ith_model_open_grads(ith_model *m, ith_ctx *ctx, int64_t layer)
 {
     if (m->zero_stage < 2)
         return ITH_OK;
-    return ith_zero(ctx, ith_row_range(m->window_grad, 0, window_elements(m, layer)));
+    int64_t first = window_idx(m, layer) * m->window_elements;
+    ITH_TRY(ith_mesh_await(m->mesh, ctx, SUMMED(window_idx(m, layer))));
+    return ith_zero(ctx, ith_row_range(m->window_grad, first, first + window_elements(m, layer)));
 }
 
 /* The own slice of the block's sum is added to the shard. */
-static ith_status reduce_into_shard(ith_model *m, ith_ctx *ctx, int64_t block, T grad)
+static ith_status reduce_into_shard(ith_model *m, ith_ctx *ctx, int64_t block, T grad, bool beside)
 {
-    T own, sum = ith_shard_slice(m->shard, block, m->grad);
-    ITH_TRY(ith_shard_reduce(m->shard, ctx, block, grad, &own));
-    return own.shape[0] > 0 ? ith_add(ctx, sum, sum, own) : ITH_OK;
+    return ith_shard_reduce(m->shard, ctx, block, grad, ith_shard_slice(m->shard, block, m->grad),
+                            beside);
 }
 
 ith_status ith_model_close_grads(ith_model *m, ith_ctx *ctx, int64_t layer)
 {
     if (m->zero_stage < 2)
         return ITH_OK;
+    ITH_TRY(ith_mesh_fork(m->mesh, ctx));
     for (int64_t b = layer_block(m, layer); b < layer_block(m, layer + 1); b++)
-        ITH_TRY(reduce_into_shard(m, ctx, b, window_of(m, m->window_grad, b)));
-    return ITH_OK;
+        ITH_TRY(reduce_into_shard(m, ctx, b, window_of(m, m->window_grad, b), true));
+    return ith_mesh_note(m->mesh, ctx, SUMMED(window_idx(m, layer)));
 }
 
 ith_status ith_model_reduce_grads(ith_model *m, ith_ctx *ctx)
 {
-    T own;
     if (m->zero_stage == 0)
         return ith_mesh_sum_world(m->mesh, ctx, m->grad);
+    for (int64_t w = 0; m->zero_stage >= 2 && w < m->num_windows; w++)
+        ITH_TRY(ith_mesh_await(m->mesh, ctx, SUMMED(w)));
     for (int64_t b = 0; b < ith_model_num_blocks(m); b++) {
         int64_t first = m->shard->block_first[b], end = m->shard->block_first[b + 1];
         if (m->zero_stage == 1)
-            ITH_TRY(ith_shard_reduce(m->shard, ctx, b, ith_row_range(m->grad, first, end), &own));
+            ITH_TRY(ith_shard_reduce(m->shard, ctx, b, ith_row_range(m->grad, first, end),
+                                     ith_tensor_none(), false));
         else if (is_end(m, b))
-            ITH_TRY(reduce_into_shard(m, ctx, b, end_of(m, m->ends_grad, b)));
+            ITH_TRY(reduce_into_shard(m, ctx, b, end_of(m, m->ends_grad, b), false));
     }
     return m->zero_stage == 1 ? ITH_OK : ith_zero(ctx, m->ends_grad);
 }
@@ -244,16 +280,23 @@ ith_tensor ith_model_weight_slice(const ith_model *m, int64_t block)
     return ith_row_range(m->w_f32, first, first + n);
 }
 
+/* t is whole: the own slice is in place. */
+static ith_status gather_whole(ith_model *m, ith_ctx *ctx, int64_t block, T t)
+{
+    return ith_shard_gather(m->shard, ctx, block, t, ith_tensor_none(), false);
+}
+
 ith_status ith_model_refresh_weights(ith_model *m, ith_ctx *ctx)
 {
+    forget_gathered(m);
     for (int64_t b = 0; m->zero_stage > 0 && b < ith_model_num_blocks(m); b++) {
         int64_t first = m->shard->block_first[b], end = m->shard->block_first[b + 1];
         if (is_tail(m, b))
-            ITH_TRY(ith_shard_gather(m->shard, ctx, b, m->w_f32));
+            ITH_TRY(gather_whole(m, ctx, b, m->w_f32));
         else if (m->zero_stage < 3)
-            ITH_TRY(ith_shard_gather(m->shard, ctx, b, ith_row_range(m->w, first, end)));
+            ITH_TRY(gather_whole(m, ctx, b, ith_row_range(m->w, first, end)));
         else if (is_end(m, b))
-            ITH_TRY(gather_block(m, ctx, b, end_of(m, m->ends_w, b)));
+            ITH_TRY(gather_block(m, ctx, b, end_of(m, m->ends_w, b), false));
     }
     return ITH_OK;
 }

@@ -195,7 +195,6 @@ static ith_status exchange_halo(const halo *h, ith_ctx *ctx, bool forward)
     int64_t p = m->cp_size, size = h->sent.shape[1] * ith_dtype_bytes(h->sent.dtype), at = 0, row;
     int64_t *sent_at = m->lists, *sent_bytes = m->lists + p, *kept_at = m->lists + 2 * p,
             *kept_bytes = m->lists + 3 * p;
-    ITH_ASSERT(ctx->device == ith_device_cpu());
     for (int64_t j = 0; j < p; j++) {
         span other = span_of(m, h->taps, h->seqs.cu_host, h->seqs.num_docs, j);
         int64_t n = part_for(h, j, &row), from = 0;
@@ -209,7 +208,7 @@ static ith_status exchange_halo(const halo *h, ith_ctx *ctx, bool forward)
     ITH_ASSERT(at <= h->sent.shape[0]);
     ith_exchange forth = {h->sent.data, sent_at, sent_bytes, h->kept.data, kept_at, kept_bytes};
     ith_exchange back = {h->kept.data, kept_at, kept_bytes, h->sent.data, sent_at, sent_bytes};
-    return ith_comm_exchange(m->cp, forward ? &forth : &back, ctx->err);
+    return ith_comm_exchange(m->device_cp, forward ? &forth : &back, ctx->err);
 }
 
 ith_status ith_slice_halo(const ith_mesh *mesh, ith_ctx *ctx, const ith_slice_docs *docs,
@@ -300,7 +299,6 @@ static ith_status spread(const ith_mesh *mesh, ith_ctx *ctx, ith_seqs seqs, T mi
     int64_t p = mesh->cp_size, me = mesh->cp_rank, bytes = ith_tensor_bytes(mine);
     int64_t *send_at = mesh->lists, *send_bytes = mesh->lists + p, *recv_at = mesh->lists + 2 * p,
             *recv_bytes = mesh->lists + 3 * p;
-    ITH_ASSERT(ctx->device == ith_device_cpu());
     for (int64_t j = 0; j < p; j++) {
         bool has = !maps || span_in(mesh, seqs, me).through;
         bool other_has = !maps || span_in(mesh, seqs, j).through;
@@ -310,7 +308,7 @@ static ith_status spread(const ith_mesh *mesh, ith_ctx *ctx, ith_seqs seqs, T mi
         recv_bytes[j] = other_has && wants(mesh, seqs, me, j, step) ? bytes : 0;
     }
     ith_exchange x = {mine.data, send_at, send_bytes, all.data, recv_at, recv_bytes};
-    return ith_comm_exchange(mesh->cp, &x, ctx->err);
+    return ith_comm_exchange(mesh->device_cp, &x, ctx->err);
 }
 
 static ith_status copy_all(ith_ctx *ctx, T to, T from)

@@ -5,6 +5,9 @@
 
 #include "base/mem.h"
 
+/* Of a device group: parts of a reduction. Large enough for the full rate of a link. */
+#define DEVICE_SCRATCH_BYTES ((int64_t)128 << 20)
+
 ith_status ith_mesh_open(ith_mesh *mesh, ith_comm *world, int64_t cp_size, ith_error *err)
 {
     ITH_ASSERT(cp_size >= 1 && world->size % cp_size == 0);
@@ -14,14 +17,105 @@ ith_status ith_mesh_open(ith_mesh *mesh, ith_comm *world, int64_t cp_size, ith_e
     mesh->cp_rank = world->rank % cp_size;
     mesh->dp_rank = world->rank / cp_size;
     ITH_TRY(ith_alloc_zero((void **)&mesh->lists, 4 * cp_size, sizeof *mesh->lists, "mesh", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&mesh->pieces, 2 * ITH_MAX_PIECES * cp_size,
+                               sizeof *mesh->pieces, "mesh", err));
     ITH_TRY_OUT(ith_comm_split(world, mesh->dp_rank, &mesh->cp, err));
     ITH_TRY_OUT(ith_comm_split(world, mesh->cp_rank, &mesh->dp, err));
+    mesh->device_world = mesh->beside = world;
+    mesh->device_cp = mesh->cp;
     ITH_ASSERT(mesh->cp->rank == mesh->cp_rank && mesh->cp->size == mesh->cp_size);
     ITH_ASSERT(mesh->dp->rank == mesh->dp_rank && mesh->dp->size == mesh->dp_size);
     return ITH_OK;
 out:
     ith_mesh_close(mesh);
     return status;
+}
+
+/* A group costs memory of the device: cp has one only where it is not the world. */
+ith_status ith_mesh_open_device(ith_mesh *mesh, ith_device *device, bool beside, ith_error *err)
+{
+    ith_status status = ITH_OK;
+    ith_comm *own = NULL;
+    ITH_ASSERT(mesh->device_world == mesh->world);
+    ITH_TRY(ith_comm_open_device(&own, mesh->world, device, false, err));
+    mesh->device_world = mesh->beside = own;
+    if (mesh->cp_size == mesh->world_size) {
+        mesh->device_cp = own;
+    } else if (mesh->cp_size > 1) {
+        ITH_TRY_OUT(ith_comm_open_device(&own, mesh->cp, device, false, err));
+        mesh->device_cp = own;
+    }
+    if (beside) {
+        ITH_TRY_OUT(ith_comm_open_device(&own, mesh->world, device, true, err));
+        mesh->beside = own;
+    }
+    return ITH_OK;
+out:
+    ith_mesh_close_device(mesh);
+    return status;
+}
+
+void ith_mesh_close_device(ith_mesh *mesh)
+{
+    if (mesh->beside != mesh->device_world)
+        ith_comm_close(mesh->beside);
+    if (mesh->device_cp != mesh->cp && mesh->device_cp != mesh->device_world)
+        ith_comm_close(mesh->device_cp);
+    if (mesh->device_world != mesh->world)
+        ith_comm_close(mesh->device_world);
+    mesh->device_world = mesh->beside = mesh->world;
+    mesh->device_cp = mesh->cp;
+}
+
+static ith_status push_scratch(ith_comm *comm, ith_ctx *ctx)
+{
+    void *memory = NULL;
+    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_COMM, "parts of reductions", DEVICE_SCRATCH_BYTES,
+                          &memory, ctx->err));
+    if (!ith_ctx_counting(ctx))
+        ith_comm_set_scratch(comm, memory, DEVICE_SCRATCH_BYTES);
+    return ITH_OK;
+}
+
+ith_status ith_mesh_place(const ith_mesh *mesh, ith_ctx *ctx, bool beside)
+{
+    if (ith_world_size(mesh) == 1 || ctx->device == ith_device_cpu())
+        return ITH_OK;
+    ITH_TRY(push_scratch(mesh->device_world, ctx));
+    if (mesh->cp_size > 1 && mesh->cp_size < mesh->world_size)
+        ITH_TRY(push_scratch(mesh->device_cp, ctx));
+    return beside ? push_scratch(mesh->beside, ctx) : ITH_OK;
+}
+
+bool ith_mesh_takes_rows(const ith_mesh *mesh, const ith_ctx *ctx)
+{
+    const ith_device_links *links = ctx->device->links;
+    return mesh->device_cp ? mesh->device_cp->takes_rows : links && links->ways[0]->exchange_rows;
+}
+
+/* The device's links when it has two queues that run. */
+static const ith_device_links *queues(const ith_mesh *mesh, const ith_ctx *ctx)
+{
+    return mesh && mesh->beside != mesh->device_world && !ith_ctx_counting(ctx) ? ctx->device->links
+                                                                                : NULL;
+}
+
+ith_status ith_mesh_fork(const ith_mesh *mesh, ith_ctx *ctx)
+{
+    const ith_device_links *links = queues(mesh, ctx);
+    return links ? links->fork(ctx->device, ctx->err) : ITH_OK;
+}
+
+ith_status ith_mesh_note(const ith_mesh *mesh, ith_ctx *ctx, int mark)
+{
+    const ith_device_links *links = queues(mesh, ctx);
+    return links ? links->note(ctx->device, mark, ctx->err) : ITH_OK;
+}
+
+ith_status ith_mesh_await(const ith_mesh *mesh, ith_ctx *ctx, int mark)
+{
+    const ith_device_links *links = queues(mesh, ctx);
+    return links ? links->await(ctx->device, mark, ctx->err) : ITH_OK;
 }
 
 void ith_mesh_imagine(ith_mesh *mesh, int64_t world_size, int64_t cp_size)
@@ -105,6 +199,7 @@ ith_status ith_mesh_max(const ith_mesh *mesh, int64_t *x, ith_error *err)
 
 void ith_mesh_close(ith_mesh *mesh)
 {
+    ith_mesh_close_device(mesh);
     ith_comm_close(mesh->cp);
     ith_comm_close(mesh->dp);
     ith_comm_close(mesh->ep);
@@ -113,6 +208,7 @@ void ith_mesh_close(ith_mesh *mesh)
     ith_comm_close(mesh->replicas);
     ith_free(mesh->lists);
     ith_free(mesh->ep_lists);
+    ith_free(mesh->pieces);
     memset(mesh, 0, sizeof *mesh);
 }
 
@@ -126,10 +222,10 @@ static ith_status sum(ith_comm *comm, ith_ctx *ctx, ith_tensor t)
 
 ith_status ith_mesh_sum_cp(const ith_mesh *mesh, ith_ctx *ctx, ith_tensor t)
 {
-    return mesh ? sum(mesh->cp, ctx, t) : ITH_OK;
+    return mesh ? sum(mesh->device_cp, ctx, t) : ITH_OK;
 }
 
 ith_status ith_mesh_sum_world(const ith_mesh *mesh, ith_ctx *ctx, ith_tensor t)
 {
-    return mesh ? sum(mesh->world, ctx, t) : ITH_OK;
+    return mesh ? sum(mesh->device_world, ctx, t) : ITH_OK;
 }

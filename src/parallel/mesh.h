@@ -12,6 +12,9 @@
 
 typedef struct {
     ith_comm *world, *dp, *cp; /* world is borrowed; all NULL in an imagined mesh */
+    /* The same ranks, for memory of the device: on the CPU, world and cp themselves. */
+    ith_comm *device_world, *device_cp;
+    ith_comm *beside; /* device_world again, on the device's other queue; the CPU has one only */
     int64_t world_size, dp_size, cp_size, dp_rank, cp_rank;
     /* Expert parallelism: groups of ep_size neighbours of the world share the experts of a layer;
      * edp are the ranks with the same experts. 1 and NULL: none. */
@@ -24,10 +27,18 @@ typedef struct {
     ith_comm *shard, *replicas;
     int64_t ulysses_size; /* neighbours of cp that exchange heads; cp_size over it is a ring */
     int64_t *lists;       /* [4 * cp_size] of the exchanges of ulysses.c */
+    ith_strided *pieces;  /* [2 * ITH_MAX_PIECES * cp_size] likewise */
 } ith_mesh;
 
 /* Collective over world. cp_size divides the number of ranks (checked with the config). */
 ith_status ith_mesh_open(ith_mesh *mesh, ith_comm *world, int64_t cp_size, ith_error *err);
+/* Collective, before the first verb: the ranks work on this device, not on the CPU. beside: layers
+ * will be exchanged while others compute. The device must outlive what was opened. */
+ith_status ith_mesh_open_device(ith_mesh *mesh, ith_device *device, bool beside, ith_error *err);
+void ith_mesh_close_device(ith_mesh *mesh); /* ith_mesh_close does it too */
+/* Pushes what exchanges of the device need for reductions; nothing on the CPU. beside: as opened.
+ */
+ith_status ith_mesh_place(const ith_mesh *mesh, ith_ctx *ctx, bool beside);
 void ith_mesh_close(ith_mesh *mesh); /* also of a zeroed one */
 /* Collective over world, after open: ep_size divides the number of ranks. Of an imagined mesh,
  * sizes. */
@@ -121,8 +132,19 @@ void ith_ring_stretches(const ith_mesh *mesh, int64_t n, int64_t r, ith_stretch 
 /* Tokens of this rank's slice, in its order; either may be empty. */
 void ith_cp_stretches(const ith_mesh *mesh, int64_t n, ith_stretch out[2]);
 
-/* t (F32 or F64) becomes the sum over the ranks of the cp group, or of all ranks. While the plan
- * counts: nothing. */
+/* Whether the ranks of a cp group exchange rows as they lie, without packing them. In an imagined
+ * mesh: whether they will when the device's first way works. */
+bool ith_mesh_takes_rows(const ith_mesh *mesh, const ith_ctx *ctx);
+
+/* The two queues: exchanges of `beside` follow what was queued before the last fork; await: what is
+ * queued from now on follows what was beside at note(mark), mark < ITH_DEVICE_MARKS. Where there is
+ * one queue only, and while the plan counts: nothing. */
+ith_status ith_mesh_fork(const ith_mesh *mesh, ith_ctx *ctx);
+ith_status ith_mesh_note(const ith_mesh *mesh, ith_ctx *ctx, int mark);
+ith_status ith_mesh_await(const ith_mesh *mesh, ith_ctx *ctx, int mark);
+
+/* t (F32 or F64, of the device) becomes the sum over the ranks of the cp group, or of all ranks.
+ * While the plan counts: nothing. */
 ith_status ith_mesh_sum_cp(const ith_mesh *mesh, ith_ctx *ctx, ith_tensor t);
 ith_status ith_mesh_sum_world(const ith_mesh *mesh, ith_ctx *ctx, ith_tensor t);
 

@@ -24,7 +24,6 @@ ith_status ith_redeal_rows(const ith_mesh *mesh, ith_ctx *ctx, const char *name,
             row_bytes = in.shape[1] * ith_dtype_bytes(in.dtype);
     int64_t *send_at = mesh->lists, *send_bytes = mesh->lists + p, *recv_at = mesh->lists + 2 * p,
             *recv_bytes = mesh->lists + 3 * p;
-    ITH_ASSERT(ctx->device == ith_device_cpu());
     ITH_ASSERT(in.shape[0] == from[me + 1] - from[me] && rows == to[me + 1] - to[me]);
     for (int64_t j = 0; j < p; j++) {
         send_bytes[j] = row_bytes * overlap(from[me], from[me + 1], to[j], to[j + 1], &send_at[j]);
@@ -33,5 +32,5 @@ ith_status ith_redeal_rows(const ith_mesh *mesh, ith_ctx *ctx, const char *name,
         recv_at[j] *= row_bytes;
     }
     ith_exchange x = {in.data, send_at, send_bytes, out->data, recv_at, recv_bytes};
-    return ith_comm_exchange(mesh->cp, &x, ctx->err);
+    return ith_comm_exchange(mesh->device_cp, &x, ctx->err);
 }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "base/mem.h"
+#include "kernels/ops.h"
 
 #define CUT_ALIGN 128 /* elements, as parameters are placed */
 
@@ -127,39 +128,47 @@ ith_tensor ith_shard_slice(const ith_shard *s, int64_t block, ith_tensor t)
 }
 
 /* Cuts of the window among the ranks that share it; returns these. */
-static ith_comm *fill_cuts(ith_shard *s, int64_t block, int64_t *me)
+static ith_comm *fill_cuts(ith_shard *s, int64_t block, bool beside, int64_t *me)
 {
     int64_t first, ranks, n = window(s, block, own_rank(s), &first, me, &ranks);
     for (int64_t r = 0; r <= ranks; r++)
         s->cuts[r] = cut(n, ranks, r);
-    return s->chunk[block] ? s->mesh->edp : s->mesh->shard ? s->mesh->shard : s->mesh->world;
+    return s->chunk[block]  ? s->mesh->edp
+           : s->mesh->shard ? s->mesh->shard
+           : beside         ? s->mesh->beside
+                            : s->mesh->device_world;
 }
 
 ith_status ith_shard_reduce(ith_shard *s, ith_ctx *ctx, int64_t block, ith_tensor t,
-                            ith_tensor *own)
+                            ith_tensor into, bool beside)
 {
     int64_t me = 0;
-    ith_comm *comm = fill_cuts(s, block, &me);
+    ith_comm *comm = fill_cuts(s, block, beside, &me);
     ITH_ASSERT(t.ndim == 1 && t.dtype == ITH_F32 &&
                t.shape[0] == ith_shard_window_elements(s, block));
-    *own = ith_row_range(t, s->cuts[me], s->cuts[me + 1]);
+    bool copies = !s->chunk[block] && s->mesh->replicas;
+    ith_tensor own = ith_row_range(t, s->cuts[me], s->cuts[me + 1]);
     if (ith_ctx_counting(ctx))
         return ITH_OK;
-    ITH_TRY(ith_comm_reduce_scatter_v(comm, t.data, s->cuts, ITH_F32, ITH_REDUCE_SUM, ctx->err));
-    if (s->chunk[block] || !s->mesh->replicas)
+    ITH_TRY(ith_comm_reduce_scatter_v(comm, t.data, s->cuts, ITH_F32, ITH_REDUCE_SUM,
+                                      into.ndim && !copies ? into.data : NULL, ctx->err));
+    if (!copies)
         return ITH_OK;
-    return ith_comm_all_reduce(s->mesh->replicas, own->data, own->shape[0], ITH_F32, ITH_REDUCE_SUM,
-                               ctx->err);
+    ITH_TRY(ith_comm_all_reduce(s->mesh->replicas, own.data, own.shape[0], ITH_F32, ITH_REDUCE_SUM,
+                                ctx->err));
+    return into.ndim && own.shape[0] > 0 ? ith_add(ctx, into, into, own) : ITH_OK;
 }
 
-ith_status ith_shard_gather(ith_shard *s, ith_ctx *ctx, int64_t block, ith_tensor t)
+ith_status ith_shard_gather(ith_shard *s, ith_ctx *ctx, int64_t block, ith_tensor t, ith_tensor own,
+                            bool beside)
 {
     int64_t me = 0;
     ITH_ASSERT(t.ndim == 1 && t.shape[0] == ith_shard_window_elements(s, block));
     if (ith_ctx_counting(ctx))
         return ITH_OK;
-    ith_comm *comm = fill_cuts(s, block, &me);
-    return ith_comm_all_gather_v(comm, t.data, s->cuts, ith_dtype_bytes(t.dtype), ctx->err);
+    ith_comm *comm = fill_cuts(s, block, beside, &me);
+    return ith_comm_all_gather_v(comm, t.data, own.ndim ? own.data : NULL, s->cuts,
+                                 ith_dtype_bytes(t.dtype), ctx->err);
 }
 
 static int64_t block_of(const ith_shard *s, int64_t first, int64_t n)
@@ -192,15 +201,16 @@ int64_t ith_shard_overlap(const ith_shard *s, int64_t first, int64_t n, int64_t 
     return count;
 }
 
-ith_status ith_shard_fetch(ith_shard *s, ith_ctx *ctx, ith_tensor t, int64_t first, int64_t n,
-                           void *out)
+/* One piece of a fetch: elements that fit the group's scratch, where they land. */
+static ith_status fetch_piece(ith_shard *s, ith_ctx *ctx, ith_tensor t, int64_t first, int64_t n,
+                              void *out)
 {
+    ith_comm *comm = s->mesh->device_world;
     int64_t world = s->mesh->world_size, me = own_rank(s), size = ith_dtype_bytes(t.dtype);
     int64_t block = block_of(s, first, n), from = 0, at = 0;
     int64_t mine = ith_shard_is_copy(s, block) ? 0 : ith_shard_overlap(s, first, n, &from, &at);
     int64_t *send_at = s->lists, *send_bytes = send_at + world, *recv_at = send_bytes + world,
             *recv_bytes = recv_at + world;
-    ITH_ASSERT(t.shape[0] == ith_shard_elements(s));
     for (int64_t r = 0; r < world; r++) {
         send_at[r] = mine ? at * size : 0;
         send_bytes[r] = r == 0 ? mine * size : 0;
@@ -210,6 +220,20 @@ ith_status ith_shard_fetch(ith_shard *s, ith_ctx *ctx, ith_tensor t, int64_t fir
             recv_at[r] = recv_bytes[r] ? from * size : 0;
         }
     }
-    ith_exchange x = {t.data, send_at, send_bytes, out, recv_at, recv_bytes};
-    return ith_comm_exchange(s->mesh->world, &x, ctx->err);
+    ith_exchange x = {t.data, send_at, send_bytes, comm->scratch, recv_at, recv_bytes};
+    ITH_TRY(ith_comm_exchange(comm, &x, ctx->err));
+    if (me == 0)
+        ITH_TRY(ctx->device->download(ctx->device, out, comm->scratch, n * size, ctx->err));
+    return ctx->device->sync(ctx->device, ctx->err);
+}
+
+ith_status ith_shard_fetch(ith_shard *s, ith_ctx *ctx, ith_tensor t, int64_t first, int64_t n,
+                           void *out)
+{
+    int64_t size = ith_dtype_bytes(t.dtype), most = s->mesh->device_world->scratch_bytes / size;
+    ITH_ASSERT(t.shape[0] == ith_shard_elements(s));
+    for (int64_t done = 0; done < n; done += most)
+        ITH_TRY(fetch_piece(s, ctx, t, first + done, ith_min_i64(most, n - done),
+                            out ? (char *)out + done * size : NULL));
+    return ITH_OK;
 }

@@ -44,11 +44,14 @@ int64_t ith_shard_window_first(const ith_shard *shard, int64_t block);
 int64_t ith_shard_window_elements(const ith_shard *shard, int64_t block);
 
 /* t holds exactly the window (a view, or a buffer of its own): the own slice becomes the sum over
- * all ranks that share it (f32). Returns a view of it. */
+ * all ranks that share it (f32); or `into`, the slice of a shard, grows by it (absent: no). beside:
+ * on the mesh's other queue. */
 ith_status ith_shard_reduce(ith_shard *shard, ith_ctx *ctx, int64_t block, ith_tensor t,
-                            ith_tensor *own);
-/* t holds exactly the window; the slices of the others are filled. */
-ith_status ith_shard_gather(ith_shard *shard, ith_ctx *ctx, int64_t block, ith_tensor t);
+                            ith_tensor into, bool beside);
+/* t, which holds exactly the window, is filled from the slices of all ranks that share it; own:
+ * this rank's (absent: it is in t). */
+ith_status ith_shard_gather(ith_shard *shard, ith_ctx *ctx, int64_t block, ith_tensor t,
+                            ith_tensor own, bool beside);
 /* Elements [first, first + n) of the flat layout, of one block, from the shards to `out` on rank 0
  * (out may be NULL elsewhere). t: this rank's shard. */
 ith_status ith_shard_fetch(ith_shard *shard, ith_ctx *ctx, ith_tensor t, int64_t first, int64_t n,

@@ -1,4 +1,5 @@
 /* ulysses.c - packing, one exchange, unpacking.
+ * Where links of devices take rows (ith_mesh_takes_rows) neither packs.
  * Invariants: 1. a block between two ranks is [tokens of the slice owner, heads of the head owner],
  * in both directions, so an exchange and its adjoint send the same bytes back. 2. The head owner
  * never packs: its side is whole rows. */
@@ -40,7 +41,7 @@ ith_head_share ith_ulysses_own_share(const ith_mesh *mesh, int64_t q_heads, int6
                 : (ith_head_share){0, q_heads, 0, kv_heads};
 }
 
-/* ---- rows on the host ---- */
+/* ---- rows ---- */
 
 typedef struct {
     char *dst;
@@ -57,15 +58,20 @@ static void copy_rows_task(void *arg, int64_t begin, int64_t end, int thread)
 }
 
 /* 2-D views of one type and shape, rows of any stride. */
-static void copy_rows(ith_ctx *ctx, T dst, T src)
+static ith_status copy_rows(ith_ctx *ctx, T dst, T src)
 {
     int64_t size = ith_dtype_bytes(dst.dtype);
     ITH_ASSERT(dst.ndim == 2 && src.ndim == 2 && dst.dtype == src.dtype);
     ITH_ASSERT(dst.shape[0] == src.shape[0] && dst.shape[1] == src.shape[1]);
     row_copy c = {dst.data, src.data, dst.stride[0] * size, src.stride[0] * size,
                   dst.shape[1] * size};
-    if (dst.shape[0] > 0 && c.bytes > 0)
-        ith_pool_for(ctx->pool, dst.shape[0], ith_max_i64(1, 65536 / c.bytes), copy_rows_task, &c);
+    if (dst.shape[0] == 0 || c.bytes == 0)
+        return ITH_OK;
+    if (ctx->device->copy_rows)
+        return ctx->device->copy_rows(ctx->device, c.dst, c.dst_stride, c.src, c.src_stride,
+                                      c.bytes, dst.shape[0], ctx->err);
+    ith_pool_for(ctx->pool, dst.shape[0], ith_max_i64(1, 65536 / c.bytes), copy_rows_task, &c);
+    return ITH_OK;
 }
 
 /* Heads [first, first + count) of [rows, H, Dh] as 2-D columns. */
@@ -77,7 +83,15 @@ static T head_cols(T t, int64_t first, int64_t count)
     return ith_col_range(all, first * t.shape[2], (first + count) * t.shape[2]);
 }
 
+/* [rows, H, Dh] without gaps as [rows, H * Dh]. */
+static T as_rows(T t)
+{
+    return head_cols(t, 0, t.shape[1]);
+}
+
 /* ---- blocks between ranks ---- */
+
+_Static_assert(ITH_HEAD_PARTS <= ITH_MAX_PIECES, "a part is a piece of an exchange");
 
 typedef struct {
     const ith_mesh *mesh;
@@ -161,6 +175,45 @@ static T block_heads(const layout *l, const ith_head_share *s, T block, int i, i
     return ith_col_range(block, at, at + count * dim);
 }
 
+/* ---- without packing: rows of the one side go where they belong on the other ---- */
+
+/* Kv heads that ranks share come back as a sum, which needs a place of its own. */
+static bool is_direct(const ith_mesh *mesh, const ith_ctx *ctx, int64_t kv_heads)
+{
+    return ith_ring_size(mesh) == 1 && mesh->ulysses_size <= kv_heads &&
+           ith_mesh_takes_rows(mesh, ctx);
+}
+
+static ith_strided rows_of(T cols)
+{
+    int64_t size = ith_dtype_bytes(cols.dtype);
+    return (ith_strided){cols.data, cols.stride[0] * size, cols.shape[1] * size, cols.shape[0]};
+}
+
+/* parts of this rank's tokens, all heads; rows [n, own width]: of all tokens, own heads. parts ->
+ * rows (to_heads), or back. */
+static ith_status exchange_direct(const layout *l, ith_ctx *ctx, const T *parts, T rows,
+                                  bool to_heads)
+{
+    const ith_mesh *m = l->mesh;
+    ith_head_share own = share_of(l, own_rank(m));
+    ith_strided *tokens_side = m->pieces, *heads_side = m->pieces + ITH_MAX_PIECES * m->cp_size;
+    for (int64_t j = 0, k = 0; j < m->cp_size; j++) {
+        ith_head_share s = share_of(l, j);
+        T theirs = ith_row_range(rows, ith_cp_first(m, l->n, j), ith_cp_first(m, l->n, j + 1));
+        for (int i = 0; i < l->count; i++, k++) {
+            int64_t first, mine, count = heads_of(l, &s, i, &first);
+            tokens_side[k] = rows_of(head_cols(parts[i], first, count));
+            count = heads_of(l, &own, i, &mine);
+            heads_side[k] = rows_of(block_heads(l, &own, theirs, i, 0, count));
+        }
+    }
+    return ith_comm_exchange_rows(m->device_cp, to_heads ? tokens_side : heads_side,
+                                  to_heads ? heads_side : tokens_side, l->count, ctx->err);
+}
+
+/* ---- with packing ---- */
+
 /* staging -> rows [n, own width] (to_heads), or back. */
 static ith_status exchange(const layout *l, ith_ctx *ctx, T staging, T rows, bool to_heads)
 {
@@ -169,7 +222,6 @@ static ith_status exchange(const layout *l, ith_ctx *ctx, T staging, T rows, boo
     int64_t first = ith_ring_rank(m) * m->ulysses_size, row0 = ith_cp_first(m, l->n, first);
     int64_t *staged_at = m->lists, *staged_bytes = m->lists + p, *rows_at = m->lists + 2 * p,
             *rows_bytes = m->lists + 3 * p;
-    ITH_ASSERT(ctx->device == ith_device_cpu());
     memset(m->lists, 0, (size_t)(4 * p) * sizeof *m->lists);
     for (int64_t j = first; j < first + m->ulysses_size; j++) {
         ith_head_share s;
@@ -181,7 +233,7 @@ static ith_status exchange(const layout *l, ith_ctx *ctx, T staging, T rows, boo
     }
     ith_exchange forth = {staging.data, staged_at, staged_bytes, rows.data, rows_at, rows_bytes};
     ith_exchange back = {rows.data, rows_at, rows_bytes, staging.data, staged_at, staged_bytes};
-    return ith_comm_exchange(m->cp, to_heads ? &forth : &back, ctx->err);
+    return ith_comm_exchange(m->device_cp, to_heads ? &forth : &back, ctx->err);
 }
 
 static ith_status push_staging(const layout *l, ith_ctx *ctx, T *out)
@@ -211,18 +263,20 @@ ith_status ith_ulysses_parts_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_
     layout l = make_layout(mesh, n, in->t[0].shape[0], in);
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM);
     T staging, rows;
-    ITH_TRY(push_staging(&l, ctx, &staging));
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "heads of all tokens", l.dtype, 2,
                          ith_ring_own_rows(mesh, ctx, n), own_width(&l), 1, 1, &rows));
     head_views(&l, rows, out);
+    if (is_direct(mesh, ctx, l.kv_heads))
+        return ith_ctx_counting(ctx) ? ITH_OK : exchange_direct(&l, ctx, in->t, rows, true);
+    ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         for (int64_t j = 0; j < mesh->ulysses_size; j++) {
             ith_head_share s;
             T block = staged_block(&l, staging, j, &s);
             for (int i = 0; i < l.count; i++) {
                 int64_t first, count = heads_of(&l, &s, i, &first);
-                copy_rows(ctx, block_heads(&l, &s, block, i, 0, count),
-                          head_cols(in->t[i], first, count));
+                ITH_TRY(copy_rows(ctx, block_heads(&l, &s, block, i, 0, count),
+                                  head_cols(in->t[i], first, count)));
             }
         }
         ITH_TRY(exchange(&l, ctx, staging, rows, true));
@@ -258,7 +312,7 @@ static ith_status unpack_gradient(const layout *l, ith_ctx *ctx, const ith_head_
             if (l->part[i].kv && first + h < next_kv)
                 ITH_TRY(ith_add(ctx, to, to, from));
             else
-                copy_rows(ctx, to, from);
+                ITH_TRY(copy_rows(ctx, to, from));
             h += step - 1;
         }
     }
@@ -275,6 +329,8 @@ ith_status ith_ulysses_parts_to_heads_backward(const ith_mesh *mesh, ith_ctx *ct
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM), next_kv = 0;
     T staging, rows = ith_tensor_2d(dout->t[0].data, l.dtype, dout->t[0].shape[0], own_width(&l));
     ITH_ASSERT(dout->t[0].stride[0] == own_width(&l));
+    if (is_direct(mesh, ctx, l.kv_heads))
+        return ith_ctx_counting(ctx) ? ITH_OK : exchange_direct(&l, ctx, din->t, rows, false);
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         ITH_TRY(exchange(&l, ctx, staging, rows, false));
@@ -342,13 +398,15 @@ ith_status ith_ulysses_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, 
     if (!out->ndim)
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention output of own tokens", l.dtype, 3,
                              tokens, q_heads, o.shape[2], 1, out));
+    if (is_direct(mesh, ctx, l.kv_heads))
+        return ith_ctx_counting(ctx) ? ITH_OK : exchange_direct(&l, ctx, out, as_rows(o), false);
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         ITH_TRY(exchange(&l, ctx, staging, o, false));
         for (int64_t j = 0; j < mesh->ulysses_size; j++) {
             ith_head_share s;
             T block = staged_block(&l, staging, j, &s);
-            copy_rows(ctx, head_cols(*out, s.q_first, s.q_count), block);
+            ITH_TRY(copy_rows(ctx, head_cols(*out, s.q_first, s.q_count), block));
         }
     }
     ith_plan_release(ctx->plan, ITH_MEM_COMM, mark);
@@ -369,12 +427,15 @@ ith_status ith_ulysses_to_tokens_backward(const ith_mesh *mesh, ith_ctx *ctx, in
     T staging;
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention output gradient of all tokens", l.dtype,
                          3, ith_ring_own_rows(mesh, ctx, n), own.q_count, dout.shape[2], 1, do_));
+    if (is_direct(mesh, ctx, l.kv_heads))
+        return ith_ctx_counting(ctx) ? ITH_OK
+                                     : exchange_direct(&l, ctx, &dout, as_rows(*do_), true);
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         for (int64_t j = 0; j < mesh->ulysses_size; j++) {
             ith_head_share s;
             T block = staged_block(&l, staging, j, &s);
-            copy_rows(ctx, block, head_cols(dout, s.q_first, s.q_count));
+            ITH_TRY(copy_rows(ctx, block, head_cols(dout, s.q_first, s.q_count)));
         }
         ITH_TRY(exchange(&l, ctx, staging, *do_, true));
     }

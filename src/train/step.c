@@ -72,6 +72,7 @@ static ith_status place_all(ith_step *s)
     ith_ctx *ctx = s->ctx;
     const ith_step_config *c = &s->config;
     int64_t tokens = slice_tokens(c), labels = slice_labels(c);
+    ITH_TRY(ith_mesh_place(c->mesh, ctx, c->zero_stage >= 2));
     ITH_TRY(ith_model_place(s->model, ctx, c->training));
     if (c->training)
         ITH_TRY(place_optimizer(s));
@@ -343,9 +344,9 @@ static ith_status limit_of(ith_step *s, int64_t *limit)
     ITH_TRY(ith_mesh_agree(mesh, s->ctx->device->memory(s->ctx->device, limit, &total, s->ctx->err),
                            s->ctx->err));
     *limit -= *limit / 100 * RESERVE_PERCENT;
-    if (mesh && mesh->world) /* the ranks of a machine share it; the tightest decides for all */
+    if (mesh && mesh->world && s->ctx->device == ith_device_cpu()) /* the ranks share it */
         *limit /= mesh->world->local_size;
-    *limit = -*limit;
+    *limit = -*limit; /* the tightest decides for all */
     ITH_TRY(ith_mesh_max(mesh, limit, s->ctx->err));
     *limit = -*limit;
     return ITH_OK;
@@ -576,7 +577,6 @@ ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch)
 ith_status ith_step_reduce(ith_step *step)
 {
     const ith_mesh *mesh = step->config.mesh;
-    int64_t cp = ith_cp_size(mesh);
     step->reduced = true;
     if (ith_world_size(mesh) == 1)
         return ITH_OK;
@@ -584,9 +584,7 @@ ith_status ith_step_reduce(ith_step *step)
     ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->loss_sum));
     if (step->confidence.sum.ndim)
         ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->confidence.sum));
-    /* Every rank of a cp group holds the balance of the whole group. */
     ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->balance_sum));
-    *(double *)step->balance_sum.data /= (double)cp;
     ITH_TRY(ith_comm_all_reduce(mesh->dp, &step->num_micro, 1, ITH_I64, ITH_REDUCE_SUM,
                                 step->ctx->err));
     return ITH_OK;
@@ -615,6 +613,7 @@ ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *o
         ITH_TRY(ith_zero(ctx, confidence_sum));
     if (scale < 0) /* nothing was updated; the bad gradients must not stay */
         ITH_TRY(ith_zero(ctx, step->model->grad));
+    balance /= (double)ith_cp_size(step->config.mesh); /* each rank held that of its whole group */
     double micros = (double)ith_max_i64(step->num_micro, 1),
            experts = (double)step->model->config->num_experts;
     *out = (ith_step_stats){loss, (double)norm,

@@ -50,6 +50,7 @@ typedef struct {
     /* many ranks */
     ith_mesh mesh_store;
     const ith_mesh *mesh; /* NULL: one rank */
+    int64_t links_bytes;  /* of the device, beside the plan, that exchanges between GPUs take */
     bool alone;           /* a failure between fixed points: the other ranks do not know of it */
 } ith_trainer;
 

@@ -409,12 +409,51 @@ static ith_status open_session(ith_trainer *t, bool plan_only, ith_error *err)
         ITH_TRY(ith_pool_default_threads(&threads, err));
         threads = ith_narrow(ith_max_i64(1, threads / t->mesh->world->local_size));
     }
-    ITH_TRY(ith_session_open(&t->session, use[t->config->device], 0, threads, plan_only, err));
-    if (t->session.cuda && t->mesh)
+    int index = t->mesh && t->mesh->world ? ith_narrow(t->mesh->world->local_rank) : 0;
+    return ith_session_open(&t->session, use[t->config->device], index, threads, plan_only, err);
+}
+
+/* What only CPUs do so far. */
+static ith_status check_gpu_mesh(const ith_trainer *t, ith_error *err)
+{
+    if (!t->mesh || !t->session.cuda)
+        return ITH_OK;
+    if (t->mesh->ep_size > 1)
         return ith_config_fail(t->config, "device", err,
-                               "%lld ranks on GPUs exchange over NCCL, which is not built yet (use "
-                               "cpu)",
-                               (long long)t->mesh->world_size);
+                               "ep_size %lld: experts on other ranks work on CPUs only so far (use "
+                               "ep_size 1, or cpu)",
+                               (long long)t->mesh->ep_size);
+    if (t->mesh->shard_size < t->mesh->world_size)
+        return ith_config_fail(t->config, "device", err,
+                               "shards of %lld of %lld ranks work on CPUs only so far (use all "
+                               "ranks, or cpu)",
+                               (long long)t->mesh->shard_size, (long long)t->mesh->world_size);
+    return ITH_OK;
+}
+
+/* Ranks exchange between their GPUs, or between CPUs. */
+static ith_status open_links(ith_trainer *t, ith_error *err)
+{
+    ith_device *d = t->session.ctx.device;
+    int64_t any = t->session.cuda, mine = any, before = 0, after = 0, total = 0;
+    if (t->mesh && t->session.cuda)
+        t->links_bytes = d->links->ways[0]->overhead_bytes;
+    if (!t->mesh || !t->mesh->world)
+        return ITH_OK;
+    ITH_TRY(ith_mesh_max(t->mesh, &any, err));
+    ITH_TRY(ith_trainer_agree(
+        t,
+        any == mine ? ITH_OK
+                    : ith_config_fail(t->config, "device", err,
+                                      "no GPU here, others of the %lld ranks have one (use cpu)",
+                                      (long long)t->mesh->world_size),
+        err));
+    if (!any)
+        return ITH_OK;
+    ITH_TRY(ith_trainer_agree(t, d->memory(d, &before, &total, err), err));
+    ITH_TRY(ith_mesh_open_device(&t->mesh_store, d, ith_config_zero_stage(t->config) >= 2, err));
+    ITH_TRY(ith_trainer_agree(t, d->memory(d, &after, &total, err), err));
+    t->links_bytes = before - after;
     return ITH_OK;
 }
 
@@ -437,9 +476,10 @@ static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
         "ranks: %lld = dp %lld x cp %lld%s over %s; attention: %s, %lld query and %lld "
         "key heads a rank; zero_stage %d over %lld; %lld samples a step, %lld micro-batches a rank",
         (long long)t->mesh->world_size, (long long)t->mesh->dp_size, (long long)t->mesh->cp_size,
-        experts, t->mesh->world ? t->mesh->world->driver->name : "-", scheme, (long long)h.q_count,
-        (long long)h.kv_count, ith_config_zero_stage(t->config), (long long)t->mesh->shard_size,
-        (long long)t->layout.global_batch_size, (long long)t->layout.grad_accum);
+        experts, t->mesh->device_world ? ith_comm_way(t->mesh->device_world) : "-", scheme,
+        (long long)h.q_count, (long long)h.kv_count, ith_config_zero_stage(t->config),
+        (long long)t->mesh->shard_size, (long long)t->layout.global_batch_size,
+        (long long)t->layout.grad_accum);
 }
 
 /* Rank 0 first: it fills the caches on disk that the others then read. */
@@ -474,8 +514,11 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
     if (status == ITH_OK)
         status = open_session(t, plan_only, err);
     if (status == ITH_OK)
+        status = check_gpu_mesh(t, err);
+    if (status == ITH_OK)
         status = choose_scheme(t, err);
     ITH_TRY_OUT(ith_trainer_agree(t, status, err));
+    ITH_TRY_OUT(open_links(t, err));
     ITH_TRY_OUT(ith_trainer_agree(t, open_data_in_turn(t, err), err));
     say_mesh(t, hooks);
     ith_trainer_say(
@@ -503,6 +546,7 @@ void ith_trainer_close(ith_trainer *t)
 {
     ith_step_destroy(t->step);
     ith_model_destroy(t->model);
+    ith_mesh_close(&t->mesh_store); /* before the device of its links */
     ith_session_close(&t->session);
     ith_batcher_destroy(t->batcher);
     ith_batcher_destroy(t->eval_batcher);
@@ -518,6 +562,5 @@ void ith_trainer_close(ith_trainer *t)
     ith_chat_close(t->chat);
     ith_tokenizer_close(t->tokenizer);
     ith_hf_config_deinit(&t->hf);
-    ith_mesh_close(&t->mesh_store);
     memset(t, 0, sizeof *t);
 }

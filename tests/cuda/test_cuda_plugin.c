@@ -128,6 +128,33 @@ static void test_counting_delta_rule_bounds_workspace(void **state)
     assert_true(delta_scratch(ITH_F32, 1 << 14, true) > backward + backward / 2);
 }
 
+/* Goal: NCCL is found and has all functions that exchanges between GPUs call, or the text says what
+ * is missing; a device that only counts names the ways, for the plan. */
+static void test_describe_tells_of_nccl(void **state)
+{
+    (void)state;
+    ith_buf text = {0};
+    ith_ctx ctx = {.err = &err};
+    assert_ok(ith_ctx_open_cuda(&ctx, 0, true), err);
+    assert_non_null(ctx.device->links);
+    assert_string_equal(ctx.device->links->ways[0]->name, "peer");
+    assert_string_equal(ctx.device->links->ways[1]->name, "nccl");
+    assert_true(ctx.device->links->ways[1]->overhead_bytes > 0);
+    ith_ctx_close_cuda(&ctx);
+    ith_error_clear(&err);
+    ith_status status = ith_cuda_env_text(&text, &err);
+    if (status != ITH_OK && strstr(err.text, "is not here")) {
+        ith_buf_deinit(&text);
+        print_message("[   SKIP   ] %s\n", err.text);
+        skip();
+    }
+    assert_ok(status, err);
+    const char *line = strstr(text.data, "\nNCCL");
+    if (!line || (strncmp(line, "\nNCCL 2.", 8) != 0 && !strstr(line, "libnccl.so.2 is not here")))
+        fail_msg("NCCL is not told of in:\n%s", text.data);
+    ith_buf_deinit(&text);
+}
+
 /* Goal: every attention graph we ship finds an engine for an H200 that compiles. */
 static void test_attention_graphs_find_engines(void **state)
 {
@@ -161,6 +188,7 @@ int main(void)
         cmocka_unit_test(test_open_counting_table_is_complete),
         cmocka_unit_test(test_counting_attention_counts_workspace),
         cmocka_unit_test(test_counting_delta_rule_bounds_workspace),
+        cmocka_unit_test(test_describe_tells_of_nccl),
         cmocka_unit_test(test_attention_graphs_find_engines),
     };
     return cmocka_run_group_tests_name("cuda_plugin", tests, NULL, NULL);

@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "comm/comm.h"
+#include "twin.h"
 
 static ith_comm *world;
 static ith_error err;
@@ -66,7 +67,7 @@ static void test_all_gather_and_broadcast(void **state)
     assert_ok(ith_alloc_zero((void **)&ranges, first[world->size] + 1, 8, "test", &err), err);
     for (int64_t i = first[world->rank]; i < first[world->rank + 1]; i++)
         ranges[i] = value_of(world->rank, i);
-    assert_ok(ith_comm_all_gather_v(world, ranges, first, 8, &err), err);
+    assert_ok(ith_comm_all_gather_v(world, ranges, NULL, first, 8, &err), err);
     for (int64_t r = 0; r < world->size; r++)
         for (int64_t i = first[r]; i < first[r + 1]; i++)
             assert_value(ranges[i], value_of(r, i), "ranges", i);
@@ -128,7 +129,8 @@ static void test_reductions_of_every_type_and_size(void **state)
     make_ranges(first, 1000);
     for (int64_t i = 0; i < first[world->size]; i++)
         fill(data, ITH_F32, i, value_of(me, i));
-    assert_ok(ith_comm_reduce_scatter_v(world, data, first, ITH_F32, ITH_REDUCE_SUM, &err), err);
+    assert_ok(ith_comm_reduce_scatter_v(world, data, first, ITH_F32, ITH_REDUCE_SUM, NULL, &err),
+              err);
     for (int64_t i = 0; i < first[world->size]; i++) {
         bool mine = i >= first[me] && i < first[me + 1];
         assert_value(read_back(data, ITH_F32, i),
@@ -150,7 +152,7 @@ static void test_sums_have_the_same_bits_everywhere(void **state)
     for (int64_t r = 0; r <= world->size; r++)
         first[r] = N * r / world->size;
     assert_ok(ith_comm_all_reduce(world, a, N, ITH_F32, ITH_REDUCE_SUM, &err), err);
-    assert_ok(ith_comm_reduce_scatter_v(world, b, first, ITH_F32, ITH_REDUCE_SUM, &err), err);
+    assert_ok(ith_comm_reduce_scatter_v(world, b, first, ITH_F32, ITH_REDUCE_SUM, NULL, &err), err);
     assert_memory_equal(a + first[me], b + first[me], (size_t)(first[me + 1] - first[me]) * 4);
     memcpy(theirs, a, sizeof a);
     assert_ok(ith_comm_broadcast(world, theirs, sizeof theirs, 0, &err), err);
@@ -205,6 +207,69 @@ static void test_agree_gives_the_lowest_failure(void **state)
     ith_error_clear(&err);
 }
 
+/* Goal: collectives on memory of devices have the bits of those on host memory. Scratch is small,
+ * so that there are rounds. */
+static void test_device_group_has_the_bits_of_the_host(void **state)
+{
+    (void)state;
+    enum { N = 5003 };
+    static float a[N], b[N], into[N], into_b[N];
+    static double small[3], small_b[3];
+    char scratch[16 * 64];
+    ith_device twin = twin_device(world, false);
+    ith_comm *group = NULL;
+    int64_t first[17], me = world->rank;
+    if (world->size == 1)
+        skip();
+    assert_ok(ith_comm_open_device(&group, world, &twin, false, &err), err);
+    assert_string_equal(ith_comm_way(group), "twin");
+    ith_comm_set_scratch(group, scratch, sizeof scratch);
+    for (int64_t i = 0; i < N; i++)
+        a[i] = b[i] = sinf((float)(i * (me + 3))) * powf(10.0f, (float)(i % 9) - 4.0f);
+    for (int64_t i = 0; i < 3; i++)
+        small[i] = small_b[i] = cos((double)(i + me));
+    for (int64_t r = 0; r <= world->size; r++)
+        first[r] = N * r / world->size;
+    for (int64_t i = 0; i < N; i++)
+        into[i] = into_b[i] = (float)i;
+    assert_ok(ith_comm_reduce_scatter_v(world, a, first, ITH_F32, ITH_REDUCE_SUM, into, &err), err);
+    assert_ok(ith_comm_reduce_scatter_v(group, b, first, ITH_F32, ITH_REDUCE_SUM, into_b, &err),
+              err);
+    assert_memory_equal(into, into_b, sizeof into);
+    assert_ok(ith_comm_reduce_scatter_v(world, a, first, ITH_F32, ITH_REDUCE_SUM, NULL, &err), err);
+    assert_ok(ith_comm_reduce_scatter_v(group, b, first, ITH_F32, ITH_REDUCE_SUM, NULL, &err), err);
+    assert_memory_equal(a, b, sizeof a);
+    for (int64_t i = first[me]; i < first[me + 1]; i++) /* data stayed, and into grew by the sum */
+        if (into[i - first[me]] != (float)(i - first[me]) + a[i])
+            fail_msg("into[%lld] is %.9g", (long long)(i - first[me]), (double)into[i - first[me]]);
+    memcpy(into, a + first[me], (size_t)(first[me + 1] - first[me]) * 4);
+    for (int64_t i = first[me]; i < first[me + 1]; i++)
+        b[i] = 0; /* the own part comes from elsewhere */
+    assert_ok(ith_comm_all_gather_v(world, a, NULL, first, 4, &err), err);
+    assert_ok(ith_comm_all_gather_v(group, b, into, first, 4, &err), err);
+    assert_memory_equal(a, b, sizeof a);
+    assert_ok(ith_comm_all_reduce(world, small, 3, ITH_F64, ITH_REDUCE_SUM, &err), err);
+    assert_ok(ith_comm_all_reduce(group, small_b, 3, ITH_F64, ITH_REDUCE_SUM, &err), err);
+    assert_memory_equal(small, small_b, sizeof small);
+    ith_comm_close(group);
+}
+
+/* Goal: two ranks on one device, and a device without links, are one agreed line. */
+static void test_device_group_refuses_what_cannot_work(void **state)
+{
+    (void)state;
+    ith_device twin = twin_device(world, true);
+    ith_comm *group = NULL;
+    if (world->size == 1)
+        skip();
+    assert_fails(ith_comm_open_device(&group, world, ith_device_cpu(), false, &err), err,
+                 ITH_ERR_UNSUPPORTED, "cpu works alone (use 1 rank)");
+    assert_fails(ith_comm_open_device(&group, world, &twin, false, &err), err, ITH_ERR_USAGE,
+                 "rank 1: ranks 0 and 1 have the same GPU, cpu");
+    assert_null(group);
+    ith_error_clear(&err);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -215,6 +280,8 @@ int main(void)
         cmocka_unit_test(test_split_groups_work_alone),
         cmocka_unit_test(test_nan_is_not_lost),
         cmocka_unit_test(test_agree_gives_the_lowest_failure),
+        cmocka_unit_test(test_device_group_has_the_bits_of_the_host),
+        cmocka_unit_test(test_device_group_refuses_what_cannot_work),
     };
     if (ith_comm_open_world(&world, 120, &err) != ITH_OK) {
         fprintf(stderr, "%s\n", err.text);

@@ -4,9 +4,11 @@
 
 #include "kernels/backend.h"
 #include "parallel/ulysses.h"
+#include "twin.h"
 
 static ith_comm *world;
 static ith_mesh mesh;
+static ith_device *device;
 static ith_error err;
 
 typedef struct {
@@ -130,12 +132,12 @@ static void walk(layer *x)
         fill(x->o, 2, 0, x->own.q_first, 1);
     }
     x->o_back = ith_tensor_none();
-    x->sent = mesh.cp->bytes_sent;
+    x->sent = mesh.device_cp->bytes_sent;
     assert_ok(ith_ulysses_to_heads(&mesh, &x->ctx, x->n, x->in, &x->all), err);
     assert_ok(
         ith_ulysses_to_tokens(&mesh, &x->ctx, x->n, x->h.q_heads, x->h.kv_heads, x->o, &x->o_back),
         err);
-    x->sent = mesh.cp->bytes_sent - x->sent;
+    x->sent = mesh.device_cp->bytes_sent - x->sent;
     assert_ok(
         ith_ulysses_to_tokens_backward(&mesh, &x->ctx, x->n, x->h.kv_heads, x->do_, &x->do_all),
         err);
@@ -182,6 +184,7 @@ static void run_layer(heads h, int64_t n)
     x.tokens = ith_cp_end(&mesh, n) - x.begin;
     x.own = ith_ulysses_own_share(&mesh, h.q_heads, h.kv_heads);
     x.ctx = ith_ctx_host(ith_backend_ref(), NULL, &err);
+    x.ctx.device = device;
     assert_ok(ith_plan_create(&x.ctx.plan, x.ctx.device, &err), err);
     walk(&x);
     for (int c = 0; c < ITH_MEM_CLASSES; c++)
@@ -197,13 +200,18 @@ static void run_layer(heads h, int64_t n)
     ith_plan_destroy(x.ctx.plan);
 }
 
-static void test_exchanges_are_exact(void **state)
+static void run_all(void)
 {
-    (void)state;
     for (size_t c = 0; c < sizeof all_heads / sizeof *all_heads; c++)
         for (size_t i = 0; i < sizeof all_tokens / sizeof *all_tokens; i++)
             if (world->size <= all_heads[c].q_heads)
                 run_layer(all_heads[c], all_tokens[i]);
+}
+
+static void test_exchanges_are_exact(void **state)
+{
+    (void)state;
+    run_all();
 }
 
 /* ---- parts of other kinds: q, k of 3, v of 4, and two numbers per query head ---- */
@@ -274,9 +282,8 @@ static void walk_parts(layer *x)
         each_value(x, &din, x->begin, &all, sum_of_replicas, false);
 }
 
-static void test_parts_of_other_kinds(void **state)
+static void run_parts(void)
 {
-    (void)state;
     for (size_t c = 0; c < sizeof all_heads / sizeof *all_heads; c++) {
         layer x = {.n = TOKENS, .h = all_heads[c], .begin = ith_cp_begin(&mesh, TOKENS)};
         if (world->size > x.h.q_heads)
@@ -284,6 +291,7 @@ static void test_parts_of_other_kinds(void **state)
         x.tokens = ith_cp_end(&mesh, x.n) - x.begin;
         x.own = ith_ulysses_own_share(&mesh, x.h.q_heads, x.h.kv_heads);
         x.ctx = ith_ctx_host(ith_backend_ref(), NULL, &err);
+        x.ctx.device = device;
         assert_ok(ith_plan_create(&x.ctx.plan, x.ctx.device, &err), err);
         walk_parts(&x);
         for (int k = 0; k < ITH_MEM_CLASSES; k++)
@@ -294,13 +302,37 @@ static void test_parts_of_other_kinds(void **state)
     }
 }
 
+static void test_parts_of_other_kinds(void **state)
+{
+    (void)state;
+    run_parts();
+}
+
+/* Goal: rows that links of devices take as they lie arrive where packed ones do. */
+static void test_exchanges_of_rows_are_exact(void **state)
+{
+    (void)state;
+    ith_device twin = twin_device(world, false);
+    if (world->size == 1)
+        skip();
+    device = &twin;
+    assert_ok(ith_mesh_open_device(&mesh, device, false, &err), err);
+    assert_true(mesh.device_cp->takes_rows);
+    run_all();
+    run_parts();
+    ith_mesh_close_device(&mesh);
+    device = ith_device_cpu();
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_shares_cover_all_heads),
         cmocka_unit_test(test_exchanges_are_exact),
         cmocka_unit_test(test_parts_of_other_kinds),
+        cmocka_unit_test(test_exchanges_of_rows_are_exact),
     };
+    device = ith_device_cpu();
     if (ith_comm_open_world(&world, 120, &err) != ITH_OK ||
         ith_mesh_open(&mesh, world, world->size, &err) != ITH_OK) {
         fprintf(stderr, "%s\n", err.text);

@@ -49,7 +49,7 @@ typedef struct {
     int zero;       /* zero_stage */
     bool reference; /* plain operators: the yardstick of bf16 */
     routes_mode routes;
-    const ith_mesh *mesh;
+    ith_mesh *mesh;
 } options;
 
 typedef struct {
@@ -251,6 +251,7 @@ typedef struct {
 
 typedef struct {
     ith_session session;
+    ith_mesh *mesh;
     ith_model *model;
     ith_step *step;
 } bench;
@@ -397,7 +398,11 @@ static void open_bench(bench *b, const golden *g, const options *o, const ith_mi
                        mask_kind mask, double max_grad_norm)
 {
     memset(b, 0, sizeof *b);
-    die_on(ith_session_open(&b->session, o->device, 0, o->threads, false, &err));
+    die_on(ith_session_open(&b->session, o->device, (int)o->mesh->world->local_rank, o->threads,
+                            false, &err));
+    b->mesh = o->mesh;
+    if (b->session.cuda && o->mesh->world_size > 1)
+        die_on(ith_mesh_open_device(o->mesh, b->session.ctx.device, o->zero >= 2, &err));
     if (o->reference)
         b->session.ctx.backend = ith_backend_ref();
     hook_routes(o, &b->session.ctx);
@@ -429,6 +434,7 @@ static void close_bench(bench *b)
 {
     ith_step_destroy(b->step);
     ith_model_destroy(b->model);
+    ith_mesh_close_device(b->mesh);
     ith_session_close(&b->session);
 }
 
@@ -443,12 +449,12 @@ static float *whole(bench *b, ith_tensor flat)
     bool is_shard = flat.shape[0] != m->num_elements;
     float *mine = floats(ctx, flat), *out = ith_calloc(m->num_elements, 4);
     for (int64_t block = 0; block < s->num_blocks; block++) {
-        int64_t first = s->block_first[block], slice = ith_shard_slice_first(s, block),
+        int64_t slice = ith_shard_slice_first(s, block),
                 n = s->shard_first[block + 1] - s->shard_first[block];
         memcpy(out + slice, mine + (is_shard ? s->shard_first[block] : slice), (size_t)n * 4);
-        die_on(ith_shard_gather(
-            s, ctx, block, ith_tensor_1d(out + first, ITH_F32, s->block_first[block + 1] - first)));
     }
+    die_on(
+        ith_comm_all_reduce(b->mesh->world, out, m->num_elements, ITH_F32, ITH_REDUCE_SUM, &err));
     ith_free(mine);
     return out;
 }

@@ -1,6 +1,6 @@
 /* cuda_internal.h - the state of the CUDA backend and what its files share.
  *
- * Invariants: 1. everything is queued on one stream, in program order; operators never wait for it
+ * Invariants: 1. operators are queued on one stream, in program order; they never wait for it
  * and never allocate. 2. Workspace functions only compute: they run on machines without a driver.
  * 3. Every launch and every call is checked; the dispatcher puts the operator's name before the
  * text, we add the shapes. */
@@ -30,6 +30,8 @@ typedef struct {
     cudnnHandle_t dnn;
     ith_matmul_cache *matmuls;
     ith_sdpa_cache *sdpas;
+    cudaStream_t beside; /* exchanges beside the main stream; NULL until a group wants it */
+    cudaEvent_t forked, marks[ITH_DEVICE_MARKS];
     cudaEvent_t *stamps; /* made as they are asked for: profiling only */
     int64_t num_stamps, cap_stamps;
 } ith_cuda;
@@ -149,6 +151,17 @@ typedef struct {
     int64_t teams;
 } ith_columns;
 void ith_cuda_add_columns(cudaStream_t stream, const ith_columns *sums, int count, int64_t width);
+
+/* Sum over ranks, see ith_device_links. */
+typedef struct {
+    void *to;
+    const void *own, *parts;
+    int64_t stride, n;
+    int rank, size;
+    bool wide, add;
+} ith_cuda_parts;
+void ith_cuda_add_parts(cudaStream_t stream, const ith_cuda_parts *p);
+extern const ith_device_links ith_cuda_links;
 
 /* ---- tables of run and workspace functions, one per file ---------------------------------------
  */

@@ -1,4 +1,4 @@
-/* cuda_libs.c - finding cuBLASLt and cuDNN at run time. */
+/* cuda_libs.c - finding cuBLASLt, cuDNN and NCCL at run time. */
 #include "kernels/cuda/cuda_libs.h"
 
 #include <dlfcn.h>
@@ -112,6 +112,29 @@ ith_status ith_cuda_libs_open(const ith_cuda_libs **out, ith_error *err)
         ITH_CUBLASLT_FUNCTIONS(RESOLVE_LT)
         ITH_CUDNN_FUNCTIONS(RESOLVE_DNN)
         opened = libs;
+        done = true;
+    }
+    *out = &opened;
+    return ITH_OK;
+}
+
+#define RESOLVE_NCCL(result, name, arguments)                                                      \
+    ITH_TRY(resolve(handle, "libnccl.so.2", #name, &nccl.name, err));
+
+ith_status ith_nccl_open(const ith_nccl **out, ith_error *err)
+{
+    static ith_nccl opened;
+    static bool done;
+    if (!done) {
+        ith_nccl nccl = {0};
+        void *handle = open_library("libnccl.so.2");
+        if (!handle)
+            return ith_fail(err, ITH_ERR_UNSUPPORTED,
+                            "libnccl.so.2 is not here: put its folder in LD_LIBRARY_PATH, or "
+                            "install nvidia-nccl-cu13 for the python3 on PATH (one GPU works "
+                            "without it)");
+        ITH_NCCL_FUNCTIONS(RESOLVE_NCCL)
+        opened = nccl;
         done = true;
     }
     *out = &opened;

@@ -44,10 +44,14 @@ static ith_status cuda_memory(ith_device *d, int64_t *free_bytes, int64_t *total
     return ITH_OK;
 }
 
+/* Small allocations share a block of the driver. Another GPU maps a block as a whole and once: each
+ * of ours has its own. */
+#define BLOCK_BYTES ((int64_t)2 << 20)
+
 static ith_status cuda_alloc(ith_device *d, int64_t bytes, void **out, ith_error *err)
 {
     void *ptr = NULL;
-    cudaError_t code = cudaMalloc(&ptr, (size_t)(bytes > 0 ? bytes : 1));
+    cudaError_t code = cudaMalloc(&ptr, (size_t)ith_round_up(ith_max_i64(bytes, 1), BLOCK_BYTES));
     if (code == cudaErrorMemoryAllocation) {
         int64_t left = 0, total = 0;
         (void)cudaGetLastError();
@@ -92,6 +96,18 @@ static ith_status cuda_copy(ith_device *d, void *dst, const void *src, int64_t b
                             ith_error *err)
 {
     return move(d, dst, src, bytes, cudaMemcpyDeviceToDevice, "copy", err);
+}
+
+static ith_status cuda_copy_rows(ith_device *d, void *dst, int64_t dst_stride, const void *src,
+                                 int64_t src_stride, int64_t bytes, int64_t rows, ith_error *err)
+{
+    if (bytes <= 0 || rows <= 0)
+        return ITH_OK;
+    return check_bytes(d,
+                       cudaMemcpy2DAsync(dst, (size_t)dst_stride, src, (size_t)src_stride,
+                                         (size_t)bytes, (size_t)rows, cudaMemcpyDeviceToDevice,
+                                         cuda_of(d)->stream),
+                       "copy of rows", bytes * rows, err);
 }
 
 static ith_status cuda_fill(ith_device *d, void *dst, int byte, int64_t bytes, ith_error *err)
@@ -228,7 +244,9 @@ static void fill_device(ith_cuda *cuda)
                        .alloc_host = cuda_alloc_host,
                        .free_host = cuda_free_host,
                        .stamp = cuda_stamp,
-                       .elapsed = cuda_elapsed};
+                       .elapsed = cuda_elapsed,
+                       .copy_rows = cuda_copy_rows,
+                       .links = &ith_cuda_links};
     ith_device absent = {.name = cuda->name,
                          .state = cuda,
                          .alloc = absent_alloc,
@@ -238,7 +256,8 @@ static void fill_device(ith_cuda *cuda)
                          .copy = absent_move,
                          .fill = absent_fill,
                          .sync = absent_sync,
-                         .memory = absent_memory};
+                         .memory = absent_memory,
+                         .links = &ith_cuda_links};
     cuda->device = cuda->counting_only ? absent : real;
 }
 
@@ -256,6 +275,8 @@ static ith_status open_device(ith_cuda *cuda, ith_error *err)
     int count = 0;
     struct cudaDeviceProp props;
     ITH_TRY(check_runtime(cudaGetDeviceCount(&count), "devices", err));
+    if (count == 1) /* a launcher may show each rank a GPU of its own only */
+        cuda->index = 0;
     if (cuda->index < 0 || cuda->index >= count)
         return ith_fail(err, ITH_ERR_USAGE, "CUDA device %d: this machine has %d (0 to %d)",
                         cuda->index, count, count - 1);
@@ -292,6 +313,12 @@ static void close_cuda(ith_cuda *cuda)
     for (int64_t i = 0; i < cuda->num_stamps; i++)
         (void)cudaEventDestroy(cuda->stamps[i]);
     ith_free(cuda->stamps);
+    for (int i = 0; cuda->beside && i < ITH_DEVICE_MARKS; i++)
+        (void)cudaEventDestroy(cuda->marks[i]);
+    if (cuda->beside) {
+        (void)cudaEventDestroy(cuda->forked);
+        (void)cudaStreamDestroy(cuda->beside);
+    }
     ith_sdpa_cache_destroy(cuda->sdpas, cuda->libs);
     ith_matmul_cache_destroy(cuda->matmuls, cuda->libs);
     if (cuda->dnn)
@@ -376,6 +403,22 @@ static void describe_device(ith_buf *out, int index)
                    (double)props.totalGlobalMem / (double)(1 << 30));
 }
 
+static void describe_nccl(ith_buf *out)
+{
+    const ith_nccl *nccl = NULL;
+    ith_error why = {0};
+    void *address = NULL;
+    int version = 0;
+    if (ith_nccl_open(&nccl, &why) != ITH_OK) {
+        ith_buf_printf(out, "NCCL: none (%s)\n", why.text);
+        return;
+    }
+    (void)nccl->ncclGetVersion(&version);
+    memcpy(&address, &nccl->ncclSend, sizeof address);
+    ith_buf_printf(out, "NCCL %d.%d.%d: %s\n", version / 10000, version / 100 % 100, version % 100,
+                   ith_cuda_libs_file(address));
+}
+
 ith_status ith_cuda_describe(ith_buf *out, ith_error *err)
 {
     int driver = 0, runtime = 0, count = 0;
@@ -397,6 +440,7 @@ ith_status ith_cuda_describe(ith_buf *out, ith_error *err)
                    ith_cuda_libs_file(lt));
     ith_buf_printf(out, "cuDNN %lld: %s\n", (long long)libs->cudnnGetVersion(),
                    ith_cuda_libs_file(dnn));
+    describe_nccl(out);
     return ith_buf_check(out, "description", err);
 }
 
