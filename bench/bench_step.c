@@ -4,6 +4,9 @@
  * [keep=auto|all|attention|input|host] [master=fp32|bf16] [dtype=bfloat16] [chunk=N] [vocab=151936]
  * [threads=N] [profile=0|1] [csv=FILE] [memory=GIB] [plan=1] [json=1]
  *
+ * Under mpirun the ranks share the work: [cp=1] ranks a sequence, the others other sequences;
+ * [zero=0]. Tokens per second are those of all ranks.
+ *
  * Every token is real (no padding) and labelled. Prints the median step, tokens per second, share
  * of the measured matmul rate and planned memory; with profile=1 the time by operator, its sum
  * beside the step. */
@@ -20,7 +23,7 @@
 
 typedef struct {
     char model[32], csv[256];
-    int64_t batch, seq, steps, warm, chunk, vocab, memory_gib;
+    int64_t batch, seq, steps, warm, chunk, vocab, memory_gib, cp, zero;
     int keep, threads;
     ith_use_device device;
     bool bf16_states, profile, plan, json;
@@ -75,6 +78,7 @@ static options parse(int argc, char **argv)
                  .steps = 8,
                  .warm = 3,
                  .vocab = 151936,
+                 .cp = 1,
                  .keep = -1,
                  .dtype = ITH_BF16};
     for (int i = 1; i < argc; i++) {
@@ -82,9 +86,9 @@ static options parse(int argc, char **argv)
         const struct {
             const char *key;
             int64_t *to;
-        } numbers[] = {{"batch", &o.batch},      {"seq", &o.seq},     {"steps", &o.steps},
-                       {"warm", &o.warm},        {"chunk", &o.chunk}, {"vocab", &o.vocab},
-                       {"memory", &o.memory_gib}};
+        } numbers[] = {{"batch", &o.batch},       {"seq", &o.seq},     {"steps", &o.steps},
+                       {"warm", &o.warm},         {"chunk", &o.chunk}, {"vocab", &o.vocab},
+                       {"memory", &o.memory_gib}, {"cp", &o.cp},       {"zero", &o.zero}};
         bool found = false;
         for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
             if (is(a, numbers[k].key, &v)) {
@@ -121,6 +125,15 @@ static options parse(int argc, char **argv)
     return o;
 }
 
+/* A rank's shard: which tensor an element belongs to does not matter here. */
+static void fill_shard(ith_ctx *ctx, ith_tensor flat, const char *values, int64_t n)
+{
+    int64_t size = ith_dtype_bytes(flat.dtype);
+    for (int64_t done = 0; done < flat.shape[0]; done += n)
+        check(ctx->device->upload(ctx->device, (char *)flat.data + done * size, values,
+                                  ith_min_i64(n, flat.shape[0] - done) * size, &err));
+}
+
 /* Random weights, uploaded: the same million values over and over with ones in the norms. */
 static void fill_weights(ith_model *m, ith_ctx *ctx, ith_tensor flat)
 {
@@ -136,7 +149,10 @@ static void fill_weights(ith_model *m, ith_ctx *ctx, ith_tensor flat)
     for (int64_t i = 0; i < N; i++)
         values[i] = 1.0f;
     ith_convert(ones, flat.dtype, values, ITH_F32, N);
-    for (int64_t p = 0; p < m->num_pieces; p++) {
+    bool shard = m->shard && flat.shape[0] == ith_shard_elements(m->shard);
+    if (shard)
+        fill_shard(ctx, flat, bytes, N);
+    for (int64_t p = 0; !shard && p < m->num_pieces; p++) {
         const ith_hf_piece *piece = &m->pieces[p];
         for (int64_t done = 0; done < piece->count; done += N) {
             int64_t n = ith_min_i64(N, piece->count - done),
@@ -214,10 +230,25 @@ int main(int argc, char **argv)
     check(ith_preset_config(preset, o.vocab, -1, o.dtype, &json, &err));
     char *text = json_dumps(json, 0);
     check(ith_hf_config_parse(&hf, text, (int64_t)strlen(text), "preset", &err));
-    check(ith_session_open(&session, o.device, 0, o.threads, o.plan, &err));
+    ith_comm *world = NULL;
+    ith_mesh mesh_store = {0}, *mesh = NULL;
+    check(ith_comm_open_world(&world, 120, &err));
+    if (world->rank > 0 &&
+        (!freopen("/dev/null", "w", stdout) || !freopen("/dev/null", "w", stderr)))
+        return 1;
+    check(ith_session_open(&session, o.device, ith_narrow(world->local_rank), o.threads, o.plan,
+                           &err));
     ith_ctx *ctx = &session.ctx;
+    if (world->size > 1) {
+        mesh = &mesh_store;
+        check(ith_mesh_open(mesh, world, o.cp, &err));
+        if (session.cuda)
+            check(ith_mesh_open_device(mesh, ctx->device, o.zero >= 2, &err));
+    }
     check(ith_model_create(&model, &hf, o.dtype, o.seq, &err));
-    ith_step_config c = {.max_tokens = o.batch * o.seq,
+    ith_step_config c = {.mesh = mesh,
+                         .zero_stage = ith_narrow(o.zero),
+                         .max_tokens = o.batch * o.seq,
                          .max_docs = o.batch,
                          .max_labels = o.batch * (o.seq - 1),
                          .max_doc_tokens = o.seq,
@@ -249,8 +280,11 @@ int main(int argc, char **argv)
         return 0;
     fill_weights(model, ctx, model->w);
     fill_weights(model, ctx, step->master);
+    check(ith_model_refresh_weights(model, ctx));
     ith_micro_batch b = make_batch(&o);
-    double rate = 0, flops = ith_model_flops(model, b.cu_seqlens, b.num_docs, b.num_labels).total;
+    double dp = mesh ? (double)mesh->dp_size : 1;
+    double rate = 0,
+           flops = dp * ith_model_flops(model, b.cu_seqlens, b.num_docs, b.num_labels).total;
     double *ms = ith_malloc((o.steps + 1) * (int64_t)sizeof(double));
     ith_step_stats stats = {0};
     if (o.profile)
@@ -259,7 +293,7 @@ int main(int argc, char **argv)
         if (i == o.warm && ctx->profile)
             ith_profile_reset(ctx->profile);
         double start = now_s();
-        ith_step_begin(step, b.weight_sum);
+        ith_step_begin(step, b.weight_sum * dp);
         check(ith_step_micro(step, &b));
         check(ith_step_end(step, (ith_adamw_hyper){1e-5f, 0.9f, 0.999f, 1e-8f, 0.01f, i + 1},
                            &stats));
@@ -276,7 +310,8 @@ int main(int argc, char **argv)
     double median = ms[o.steps / 2], best = ms[0];
     check(ctx->device->memory(ctx->device, &free_bytes, &total_bytes, &err));
     check(ith_measure_matmul_rate(&session, o.dtype, &rate));
-    double tok_s = (double)b.num_tokens / median * 1e3;
+    check(ith_comm_all_reduce(world, &rate, 1, ITH_F64, ITH_REDUCE_SUM, &err));
+    double tok_s = dp * (double)b.num_tokens / median * 1e3;
     printf("median %.2f ms, best %.2f ms: %.0f tok/s, %.1f TFLOP/s, %.1f%% of the measured %.1f; "
            "planned %.2f GiB, device in use %.2f GiB of which %.2f before the plan, loss %.4f\n",
            median, best, tok_s, flops / median * 1e-9, 100 * flops / median * 1e3 / rate,
@@ -301,7 +336,9 @@ int main(int argc, char **argv)
     ctx->profile = NULL;
     ith_step_destroy(step);
     ith_model_destroy(model);
+    ith_mesh_close(&mesh_store);
     ith_session_close(&session);
+    ith_comm_close(world);
     ith_hf_config_deinit(&hf);
     json_decref(json);
     return 0;
