@@ -52,6 +52,12 @@ struct ith_device {
     /* Optional (NULL: plain memory): host memory that copies fast and without waiting. */
     ith_status (*alloc_host)(ith_device *d, int64_t bytes, void **out, ith_error *err);
     void (*free_host)(ith_device *d, void *ptr);
+    /* Optional (NULL): a copy to or from pinned host memory beside the main stream. It begins after
+     * what the main stream was given so far, and after other copies aside; the main stream goes on
+     * until await_aside(slot), slot 0 or 1, makes it wait for the slot's last copy. */
+    ith_status (*copy_aside)(ith_device *d, int slot, void *dst, const void *src, int64_t bytes,
+                             bool to_host, ith_error *err);
+    ith_status (*await_aside)(ith_device *d, int slot, ith_error *err);
     /* Optional (NULL): records stamp idx in stream order; milliseconds between two stamps, after a
      * sync. */
     ith_status (*stamp)(ith_device *d, int64_t idx, ith_error *err);

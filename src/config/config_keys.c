@@ -201,7 +201,7 @@ const config_row ith_config_rows[] = {
 {"full_determinism", TRAINING, KEY_BOOL, AT(full_determinism), "false",
  .help = "Use only kernels whose result is the same bit for bit on every run. The CPU's always are."},
 {"verify", TRAINING, KEY_BOOL, AT(verify), "false",
- .help = "Extra checks at every step: gradients present, finite and cleared, weights equal across "
+ .help = "Extra checks at every step: gradients present and finite, weights equal across "
          "processes. Slower."},
 
 /* ---- optimizer ---- */

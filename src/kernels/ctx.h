@@ -14,6 +14,7 @@ extern "C" {
 
 typedef struct ith_backend ith_backend;
 typedef struct ith_profile ith_profile; /* kernels/profile.h */
+typedef struct ith_blanks ith_blanks;   /* kernels/blanks.h */
 
 typedef struct ith_ctx {
     const ith_backend *backend; /* the operator table */
@@ -26,6 +27,8 @@ typedef struct ith_ctx {
     ith_profile *profile; /* NULL: nobody measures */
     void *scratch; /* of the running operator: set by the dispatcher, valid during the call */
     int64_t scratch_bytes;
+    ith_blanks *blanks; /* NULL: gradients are what their memory says */
+    bool overwrite; /* the running weight product finds a blank gradient: set by the dispatcher */
 } ith_ctx;
 
 /* Pushes a tensor of this shape onto a class of the plan. */

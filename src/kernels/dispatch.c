@@ -69,6 +69,7 @@ ith_status ith_embedding_backward(ith_ctx *ctx, ith_tensor dw, ith_tensor dy, it
 {
     ITH_ASSERT(is_act(dy) && is_stat(dw, dy) && ids.dtype == ITH_I32);
     ITH_ASSERT(dw.ndim == 2 && ids.ndim == 1 && is(dy, 2, ids.shape[0], dw.shape[1], 0));
+    ITH_TRY(ith_blanks_clear(ctx, dw));
     RUN(embedding_backward, dw, dy, ids);
 }
 
@@ -96,6 +97,7 @@ ith_status ith_rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_
     ITH_ASSERT(absent(dres) || (dres.dtype == x.dtype && is(dres, 2, x.shape[0], x.shape[1], 0)));
     ITH_ASSERT(absent(dw) || (is_stat(dw, x) && is(dw, 1, x.shape[1], 0, 0)));
     ITH_ASSERT(w.dtype == x.dtype && is(w, 1, x.shape[1], 0, 0));
+    ITH_TRY(ith_blanks_clear(ctx, dw));
     RUN(rmsnorm_backward, dx, dw, dy, dres, x, rstd, w, w_offset);
 }
 
@@ -144,6 +146,8 @@ ith_status ith_qk_norm_rope_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
                is(dk_out, 3, k.shape[0], k.shape[1], k.shape[2]));
     ITH_ASSERT(absent(dq_w) == absent(dk_w) &&
                (absent(dq_w) || (is(dq_w, 1, q.shape[2], 0, 0) && is_stat(dq_w, q))));
+    ITH_TRY(ith_blanks_clear(ctx, dq_w));
+    ITH_TRY(ith_blanks_clear(ctx, dk_w));
     RUN(qk_norm_rope_backward, dq, dk, dq_w, dk_w, dq_out, dk_out, q, k, q_rstd, k_rstd, q_w, k_w,
         cos, sin, position_ids, w_offset);
 }
@@ -171,6 +175,7 @@ ith_status ith_linear_backward_weight(ith_ctx *ctx, ith_tensor dw, ith_tensor dy
     ITH_ASSERT(is_act(dy) && x.dtype == dy.dtype && is_stat(dw, dy));
     ITH_ASSERT(dy.ndim == 2 && x.ndim == 2 && x.shape[0] == dy.shape[0]);
     ITH_ASSERT(is(dw, 2, dy.shape[1], x.shape[1], 0));
+    ITH_TRY(ith_blanks_overwrite(ctx, dw, dy.shape[0]));
     RUN(linear_backward_weight, dw, dy, x);
 }
 
@@ -441,6 +446,7 @@ ith_status ith_grouped_linear_backward_weight(ith_ctx *ctx, ith_tensor dw, ith_t
     ITH_ASSERT(dw.shape[1] == dy.shape[1] && dw.shape[2] == x.shape[1] &&
                dy.shape[0] == x.shape[0]);
     ITH_ASSERT(is(offsets, 1, dw.shape[0] + 1, 0, 0));
+    ITH_TRY(ith_blanks_overwrite(ctx, dw, dy.shape[0]));
     RUN(grouped_linear_backward_weight, dw, dy, x, offsets);
 }
 

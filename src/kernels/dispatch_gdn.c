@@ -36,6 +36,7 @@ ith_status ith_conv1d_silu_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, 
     ITH_ASSERT(rows_fit(dx, x.dtype, x.shape[0], x.shape[1]) && seqs_fit(seqs));
     ITH_ASSERT(rows_fit(w, x.dtype, x.shape[1], w.shape[1]) && w.shape[1] >= 1);
     ITH_ASSERT(absent(dw) || (is_stat(dw, x) && is(dw, 2, x.shape[1], w.shape[1], 0)));
+    ITH_TRY(ith_blanks_clear(ctx, dw));
     RUN(conv1d_silu_backward, dx, dw, dy, x, w, seqs);
 }
 
@@ -65,6 +66,8 @@ ith_status ith_gdn_gates_backward(ith_ctx *ctx, ith_tensor da, ith_tensor db, it
                rows_fit(db, a.dtype, a.shape[0], a.shape[1]));
     ITH_ASSERT(absent(da_log) || (is_stat(da_log, a) && is(da_log, 1, a.shape[1], 0, 0)));
     ITH_ASSERT(absent(ddt_bias) || (is_stat(ddt_bias, a) && is(ddt_bias, 1, a.shape[1], 0, 0)));
+    ITH_TRY(ith_blanks_clear(ctx, da_log));
+    ITH_TRY(ith_blanks_clear(ctx, ddt_bias));
     RUN(gdn_gates_backward, da, db, da_log, ddt_bias, dg, dbeta, a, b, a_log, dt_bias);
 }
 
@@ -130,6 +133,7 @@ ith_status ith_gated_rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dz
     for (int i = 0; i < 4; i++)
         ITH_ASSERT(heads_fit(same[i], x.dtype, x.shape[0], x.shape[1], x.shape[2]));
     ITH_ASSERT(absent(dw) || (is_stat(dw, x) && is(dw, 1, x.shape[2], 0, 0)));
+    ITH_TRY(ith_blanks_clear(ctx, dw));
     RUN(gated_rmsnorm_backward, dx, dz, dw, dy, x, z, w, eps);
 }
 
@@ -193,6 +197,8 @@ ith_status ith_layernorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, it
     ITH_ASSERT(absent(dw) == absent(db) &&
                (absent(dw) || (is_stat(dw, x) && is(dw, 1, x.shape[1], 0, 0) && is_stat(db, x) &&
                                is(db, 1, x.shape[1], 0, 0))));
+    ITH_TRY(ith_blanks_clear(ctx, dw));
+    ITH_TRY(ith_blanks_clear(ctx, db));
     RUN(layernorm_backward, dx, dw, db, dy, dres, x, mean, rstd, w);
 }
 
@@ -205,6 +211,7 @@ ith_status ith_bias_add(ith_ctx *ctx, ith_tensor y, ith_tensor b)
 ith_status ith_bias_backward(ith_ctx *ctx, ith_tensor db, ith_tensor dy)
 {
     ITH_ASSERT(is_act(dy) && dy.ndim == 2 && is_stat(db, dy) && is(db, 1, dy.shape[1], 0, 0));
+    ITH_TRY(ith_blanks_clear(ctx, db));
     RUN(bias_backward, db, dy);
 }
 

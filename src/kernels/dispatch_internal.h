@@ -3,6 +3,7 @@
 #define ITH_KERNELS_DISPATCH_INTERNAL_H
 
 #include "kernels/backend.h"
+#include "kernels/blanks.h"
 #include "kernels/profile.h"
 
 ith_status ith_scratch_begin(ith_ctx *ctx, const char *op, int64_t bytes, int64_t *mark);

@@ -32,8 +32,12 @@ ith_status ith_block_push_expert_rows(ith_model *m, ith_ctx *ctx, ith_mem_class 
 ith_status ith_block_expert_mlp_forward(ith_model *m, ith_ctx *ctx, int64_t l, ith_tensor n2);
 ith_status ith_block_expert_mlp_backward(ith_model *m, ith_ctx *ctx, int64_t l, ith_tensor dn2,
                                          ith_tensor n2);
-/* ITH_KEEP_HOST: x to host memory after forward, back before backward; else nothing. */
-ith_status ith_block_to_host(ith_ctx *ctx, const ith_layer_acts *a);
-ith_status ith_block_from_host(ith_ctx *ctx, const ith_layer_acts *a);
+/* Layers that keep x on the host. open: the staging of a walk over t tokens. stage: gives layer l
+ * its x, which may be written from then on. save: x is complete. fetch: before anything of layer
+ * l's backward; x of layer l - 1 begins to come. Layers that keep it elsewhere only fetch ahead. */
+ith_status ith_offload_open(ith_model *m, ith_ctx *ctx, int64_t t, bool training);
+ith_status ith_offload_stage(ith_model *m, ith_ctx *ctx, int64_t l);
+ith_status ith_offload_save(ith_model *m, ith_ctx *ctx, int64_t l);
+ith_status ith_offload_fetch(ith_model *m, ith_ctx *ctx, int64_t l);
 
 #endif

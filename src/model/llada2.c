@@ -15,8 +15,6 @@
 
 #include "model/blocks.h"
 
-#include "model/model.h"
-
 typedef ith_tensor T;
 
 /* The parent models give this id to another token: it counts with LLaDA2's vocabulary alone. */
@@ -404,9 +402,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
                           .x = m->stream,
                           .x2 = ith_row_range(m->stream, 0, n)};
     if (training && keep == ITH_KEEP_HOST) {
-        a->x = m->offload;
-        ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "layer input", ith_tensor_bytes(a->x),
-                              &a->host_x, ctx->err));
+        ITH_TRY(ith_offload_stage(m, ctx, l));
     } else if (training)
         ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
     if (keep <= ITH_KEEP_ATTENTION)
@@ -469,18 +465,6 @@ static ith_status after_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b
     return ith_expert_combine(ctx, m->delta, base, a->expert_out, a->topk_w, a->row_of);
 }
 
-/* x of a layer that keeps it on the host, there and back: in stream order, so the staging buffer
- * serves all layers. */
-static ith_status move_x(ith_ctx *ctx, const ith_layer_acts *a, bool to_host)
-{
-    ith_device *d = ctx->device;
-    int64_t bytes = ith_tensor_bytes(a->x);
-    if (ith_ctx_counting(ctx))
-        return ITH_OK;
-    return to_host ? d->download(d, a->host_x, a->x.data, bytes, ctx->err)
-                   : d->upload(d, a->x.data, a->host_x, bytes, ctx->err);
-}
-
 static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                 bool training)
 {
@@ -495,8 +479,7 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     ITH_TRY(attend(m, ctx, b, l, &in));
     ITH_TRY(output_to_tokens(m, ctx, b, l, &in.o));
     ITH_TRY(after_attention(m, ctx, b, l, in.o));
-    if (a->host_x)
-        ITH_TRY(move_x(ctx, a, true));
+    ITH_TRY(ith_offload_save(m, ctx, l));
     m->residual = a->x2;
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     forget_unsaved(m, l, training);
@@ -510,10 +493,7 @@ static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b, bo
     ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
     ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
     m->residual = m->stream;
-    m->offload = ith_tensor_none();
-    for (int64_t l = 0; training && !m->offload.ndim && l < m->config->num_hidden_layers; l++)
-        if (m->keep[l] == ITH_KEEP_HOST)
-            ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "host staging", m->dtype, t, d, &m->offload));
+    ITH_TRY(ith_offload_open(m, ctx, t, training));
     m->expert_fraction = m->expert_mean_prob = ith_tensor_none(); /* no balancing loss */
     ITH_TRY(ith_embedding_forward(ctx, m->stream, b->ids, m->params[m->embed].w));
     return ith_zero(ctx, m->delta);
@@ -663,8 +643,7 @@ static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     attention_in in = {0};
     bool have_in = false;
     T dx2, rows = rows_behind(m, b, l);
-    if (m->acts[l].host_x)
-        ITH_TRY(move_x(ctx, &m->acts[l], false));
+    ITH_TRY(ith_offload_fetch(m, ctx, l));
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(ith_model_open_grads(m, ctx, l));
     ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));

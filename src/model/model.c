@@ -167,6 +167,8 @@ static ith_status create(ith_model **out, const ith_hf_config *config, ith_dtype
     model->has_vision = has_vision;
     int64_t layers = config->num_hidden_layers;
     ITH_TRY_OUT(ith_alloc_zero((void **)&model->keep, layers, sizeof *model->keep, "layers", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&model->keep_normed, layers, sizeof *model->keep_normed,
+                               "layers", err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&model->acts, layers, sizeof *model->acts, "layers", err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&model->layer_param, layers * ITH_LAYER_PARAMS,
                                sizeof(int32_t), "layers", err));
@@ -204,6 +206,7 @@ void ith_model_destroy(ith_model *model)
     ith_free(model->pieces);
     ith_free(model->buffer_list);
     ith_free(model->keep);
+    ith_free(model->keep_normed);
     ith_free(model->acts);
     ith_free(model->layer_param);
     ith_free(model->vision_param);

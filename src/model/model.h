@@ -77,9 +77,11 @@ typedef struct {
     bool knows_state;
     ith_tensor shared_gate_up, shared_out, shared_gate; /* shared expert: [T,2Is], [T,D], [T,1] */
     ith_tensor probs, topk_w, topk_idx, offsets, source, row_of,
-        expert_out;          /* experts, see ops.h */
+        expert_out; /* experts, see ops.h */
+    /* what norms and RoPE make, when the layer keeps it: [T,D], [T], [T,Hq,Dh], [T,Hkv,Dh] .. */
+    ith_tensor n1, rstd1, q, k, q_rstd, k_rstd, n2, rstd2;
     int64_t mark, host_mark; /* of ITH_MEM_ACTIVATIONS and ITH_MEM_HOST at the layer's entry */
-    void *host_x; /* ITH_KEEP_HOST: x in host memory; the view x is the shared staging buffer */
+    void *host_x; /* ITH_KEEP_HOST: x in host memory; the view x is one of the staging buffers */
 } ith_layer_acts;
 
 /* Images and videos of a micro-batch on the device; see vision.h. Under context parallelism a rank
@@ -196,7 +198,8 @@ struct ith_model {
     float norm_offset; /* of the layer norms: 0, or 1 where weights are stored around zero */
 
     /* a walk */
-    ith_keep *keep; /* [L] */
+    ith_keep *keep;    /* [L] */
+    bool *keep_normed; /* [L] of layers that keep all: what norms and RoPE make, too (qwen3) */
     /* Load balancing loss of experts, coef * E * sum_e fraction[e]*mean_prob[e] over the rows of
      * all MoE layers; coef 0: off. Its gradient goes into the routers scaled by batch.share. */
     float aux_coef;
@@ -204,7 +207,8 @@ struct ith_model {
         expert_mean_prob; /* [E] f32 of the running micro-batch; absent when off */
     int64_t mlp_tile;     /* rows of a dense MLP at a time; 0: all */
     ith_layer_acts *acts; /* [L] */
-    ith_tensor offload; /* [T,D] staging of layers that keep x on the host; absent when none does */
+    ith_tensor offload;   /* [2,T,D] staging of layers that keep x on the host; absent: none does */
+    int64_t offload_coming;   /* the layer whose x was sent for */
     ith_tensor stream, delta; /* [T,D] buffers */
     ith_tensor residual;      /* [T,D]: the stream between two layers is residual + delta; a view of
                                  stream or of x2 */

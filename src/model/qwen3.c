@@ -172,6 +172,25 @@ static float scale_of(const ith_hf_config *c)
     return (float)(1.0 / __builtin_sqrt((double)c->head_dim));
 }
 
+static ith_status push_norm(ith_ctx *ctx, ith_mem_class where, ith_dtype dtype, int64_t t,
+                            int64_t d, T *n, T *rstd)
+{
+    ITH_TRY(push(ctx, where, "norm output", dtype, t, d, n));
+    return ith_ctx_push(ctx, where, "norm statistics", ITH_F32, 1, t, 1, 1, 1, rstd);
+}
+
+/* q' and k' of t tokens with their statistics. */
+static ith_status push_qk(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t t, T *q, T *k,
+                          T *q_rstd, T *k_rstd)
+{
+    const ith_hf_config *c = m->config;
+    int64_t hq = c->num_attention_heads, hkv = c->num_key_value_heads;
+    ITH_TRY(push_heads(ctx, where, "q after norm and RoPE", m->dtype, t, hq, c->head_dim, q));
+    ITH_TRY(push_heads(ctx, where, "k after norm and RoPE", m->dtype, t, hkv, c->head_dim, k));
+    ITH_TRY(push(ctx, where, "norm statistics", ITH_F32, t, hq, q_rstd));
+    return push(ctx, where, "norm statistics", ITH_F32, t, hkv, k_rstd);
+}
+
 /* n1 from a->x (or from residual + delta, which then gives a->x), qkv unless saved, q' and k'. */
 static ith_status make_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                     bool from_pair, attention_in *in)
@@ -181,36 +200,43 @@ static ith_status make_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch 
     int64_t t = b->num_tokens;
     float eps = (float)c->rms_norm_eps;
     T none = ith_tensor_none();
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &in->n1));
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, t, 1, 1, 1,
-                         &in->rstd1));
+    bool kept = a->n1.ndim != 0;
+    in->n1 = a->n1;
+    in->rstd1 = a->rstd1;
+    if (!kept)
+        ITH_TRY(
+            push_norm(ctx, ITH_MEM_WORKSPACE, m->dtype, t, c->hidden_size, &in->n1, &in->rstd1));
     T w = ith_layer_param(m, l, ITH_P_INPUT_NORM)->w;
     if (from_pair)
         ITH_TRY(
             ith_rmsnorm_forward(ctx, in->n1, a->x, in->rstd1, m->delta, m->residual, w, eps, 0.0f));
-    else
+    else if (!kept)
         ITH_TRY(ith_rmsnorm_forward(ctx, in->n1, none, in->rstd1, a->x, none, w, eps, 0.0f));
     if (!a->qkv.ndim)
         ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
     return ITH_OK;
 }
 
-static ith_status make_qk(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+/* again: in backward, where kept ones are there. */
+static ith_status make_qk(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, bool again,
                           attention_in *in)
 {
     const ith_hf_config *c = m->config;
-    int64_t t = b->num_tokens, hq = c->num_attention_heads, hkv = c->num_key_value_heads;
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "q after norm and RoPE", m->dtype, t, hq,
-                       c->head_dim, &in->q));
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "k after norm and RoPE", m->dtype, t, hkv,
-                       c->head_dim, &in->k));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hq, &in->q_rstd));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hkv, &in->k_rstd));
-    ith_qkv s = split_qkv(c, m->acts[l].qkv);
-    ITH_TRY(ith_qk_norm_rope_forward(ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
-                                     ith_layer_param(m, l, ITH_P_Q_NORM)->w,
-                                     ith_layer_param(m, l, ITH_P_K_NORM)->w, m->rope_cos,
-                                     m->rope_sin, b->position_ids, (float)c->rms_norm_eps, 0.0f));
+    const ith_layer_acts *a = &m->acts[l];
+    bool kept = a->q.ndim != 0;
+    in->q = a->q;
+    in->k = a->k;
+    in->q_rstd = a->q_rstd;
+    in->k_rstd = a->k_rstd;
+    if (!kept)
+        ITH_TRY(push_qk(m, ctx, ITH_MEM_WORKSPACE, b->num_tokens, &in->q, &in->k, &in->q_rstd,
+                        &in->k_rstd));
+    ith_qkv s = split_qkv(c, a->qkv);
+    if (!(kept && again))
+        ITH_TRY(ith_qk_norm_rope_forward(
+            ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
+            ith_layer_param(m, l, ITH_P_Q_NORM)->w, ith_layer_param(m, l, ITH_P_K_NORM)->w,
+            m->rope_cos, m->rope_sin, b->position_ids, (float)c->rms_norm_eps, 0.0f));
     return ith_ulysses_to_heads(m->mesh, ctx, b->group_tokens, (ith_qkv){in->q, in->k, s.v},
                                 &in->heads);
 }
@@ -325,6 +351,19 @@ static int64_t mlp_tile(const ith_model *m, int64_t l, int64_t t)
                                                                              : m->mlp_tile;
 }
 
+/* Rows [r0, r1) of n2 = norm(x2): of the kept one, else in the workspace. */
+static ith_status rows_of_n2(ith_model *m, ith_ctx *ctx, int64_t l, int64_t r0, int64_t r1, T *n2,
+                             T *rstd2)
+{
+    const ith_layer_acts *a = &m->acts[l];
+    if (!a->n2.ndim)
+        return push_norm(ctx, ITH_MEM_WORKSPACE, m->dtype, r1 - r0, m->config->hidden_size, n2,
+                         rstd2);
+    *n2 = ith_row_range(a->n2, r0, r1);
+    *rstd2 = ith_row_range(a->rstd2, r0, r1);
+    return ITH_OK;
+}
+
 /* x2 = x + o_out and delta = MLP(norm(x2)), tile by tile. Experts run without tokens too: they are
  * other ranks'. */
 static ith_status mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T o_out)
@@ -340,10 +379,7 @@ static ith_status mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, in
         T n2, rstd2, h,
             gate_up =
                 saved_gate_up.ndim && !moe ? ith_row_range(saved_gate_up, r0, r1) : saved_gate_up;
-        ITH_TRY(
-            push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, r1 - r0, c->hidden_size, &n2));
-        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, r1 - r0, 1, 1,
-                             1, &rstd2));
+        ITH_TRY(rows_of_n2(m, ctx, l, r0, r1, &n2, &rstd2));
         ITH_TRY(ith_rmsnorm_forward(ctx, n2, ith_row_range(a->x2, r0, r1), rstd2,
                                     ith_row_range(o_out, r0, r1), ith_row_range(a->x, r0, r1),
                                     ith_layer_param(m, l, ITH_P_POST_NORM)->w,
@@ -386,9 +422,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
                           .x = m->stream,
                           .x2 = m->stream};
     if (training && keep == ITH_KEEP_HOST) {
-        a->x = m->offload;
-        ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "layer input", ith_tensor_bytes(a->x),
-                              &a->host_x, ctx->err));
+        ITH_TRY(ith_offload_stage(m, ctx, l));
     } else if (training) {
         ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
     }
@@ -404,7 +438,11 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
             ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "gate and up", m->dtype, t,
                          2 * c->intermediate_size, &a->gate_up));
     }
-    return ITH_OK;
+    if (keep != ITH_KEEP_ALL || !m->keep_normed[l])
+        return ITH_OK;
+    ITH_TRY(push_norm(ctx, ITH_MEM_ACTIVATIONS, m->dtype, t, c->hidden_size, &a->n1, &a->rstd1));
+    ITH_TRY(push_qk(m, ctx, ITH_MEM_ACTIVATIONS, t, &a->q, &a->k, &a->q_rstd, &a->k_rstd));
+    return push_norm(ctx, ITH_MEM_ACTIVATIONS, m->dtype, t, c->hidden_size, &a->n2, &a->rstd2);
 }
 
 /* Drops the views whose memory went with the workspace of the layer. */
@@ -422,23 +460,6 @@ static void forget_unsaved(ith_model *m, int64_t l, bool training)
         a->o = a->lse = none;
 }
 
-/* x of a layer that keeps it on the host, there and back: in stream order, so the staging buffer
- * serves all layers. */
-static ith_status move_to_host(ith_ctx *ctx, const ith_layer_acts *a)
-{
-    if (ith_ctx_counting(ctx))
-        return ITH_OK;
-    return ctx->device->download(ctx->device, a->host_x, a->x.data, ith_tensor_bytes(a->x),
-                                 ctx->err);
-}
-
-static ith_status move_from_host(ith_ctx *ctx, const ith_layer_acts *a)
-{
-    if (ith_ctx_counting(ctx))
-        return ITH_OK;
-    return ctx->device->upload(ctx->device, a->x.data, a->host_x, ith_tensor_bytes(a->x), ctx->err);
-}
-
 static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                 bool training)
 {
@@ -451,7 +472,7 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     ITH_TRY(push_saved(m, ctx, b, l, training));
     ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_linear_forward(ctx, a->qkv, in.n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
-    ITH_TRY(make_qk(m, ctx, b, l, &in));
+    ITH_TRY(make_qk(m, ctx, b, l, false, &in));
     ITH_TRY(attend(m, ctx, b, l, &in));
     ITH_TRY(output_to_tokens(m, ctx, b, l, &in.o));
     ITH_TRY(
@@ -459,8 +480,7 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     ITH_TRY(
         ith_linear_forward(ctx, o_out, heads_2d(in.o), ith_layer_param(m, l, ITH_P_O)->w, false));
     ITH_TRY(mlp_forward(m, ctx, b, l, o_out));
-    if (a->host_x)
-        ITH_TRY(move_to_host(ctx, a));
+    ITH_TRY(ith_offload_save(m, ctx, l));
     m->residual = a->x2;
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     forget_unsaved(m, l, training);
@@ -474,10 +494,7 @@ static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b, bo
     ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
     ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
     m->residual = m->stream;
-    m->offload = ith_tensor_none();
-    for (int64_t l = 0; training && !m->offload.ndim && l < m->config->num_hidden_layers; l++)
-        if (m->keep[l] == ITH_KEEP_HOST)
-            ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "host staging", m->dtype, t, d, &m->offload));
+    ITH_TRY(ith_offload_open(m, ctx, t, training));
     ITH_TRY(ith_embedding_forward(ctx, m->stream, b->ids, m->params[m->embed].w));
     return ith_zero(ctx, m->delta);
 }
@@ -528,7 +545,7 @@ static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *
         ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
         ITH_TRY(
             ith_linear_forward(ctx, a->qkv, in->n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
-        ITH_TRY(make_qk(m, ctx, b, l, in));
+        ITH_TRY(make_qk(m, ctx, b, l, true, in));
         ITH_TRY(attend(m, ctx, b, l, in));
     }
     ITH_TRY(output_to_tokens(m, ctx, b, l, &in->o));
@@ -563,11 +580,10 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     for (int64_t r0 = 0; r0 < t || (moe && r0 == 0); r0 += tile) {
         int64_t r1 = ith_min_i64(r0 + tile, t), n = r1 - r0;
         T n2, rstd2, dn2, dh, h, x2 = ith_row_range(a->x2, r0, r1), dy = ith_row_range(dx, r0, r1);
-        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, n, c->hidden_size, &n2));
-        ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, n, 1, 1, 1,
-                             &rstd2));
-        ITH_TRY(ith_rmsnorm_forward(ctx, n2, none, rstd2, x2, none, norm->w, (float)c->rms_norm_eps,
-                                    m->norm_offset));
+        ITH_TRY(rows_of_n2(m, ctx, l, r0, r1, &n2, &rstd2));
+        if (!a->n2.ndim)
+            ITH_TRY(ith_rmsnorm_forward(ctx, n2, none, rstd2, x2, none, norm->w,
+                                        (float)c->rms_norm_eps, m->norm_offset));
         ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output gradient", m->dtype, n, c->hidden_size,
                      &dn2));
         if (moe) {
@@ -619,7 +635,7 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
         ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
         if (!saved_qkv)
             ITH_TRY(ith_linear_forward(ctx, a->qkv, in->n1, wqkv->w, false));
-        ITH_TRY(make_qk(m, ctx, b, l, in));
+        ITH_TRY(make_qk(m, ctx, b, l, true, in));
     }
     if (!in->o.ndim)
         ITH_TRY(output_to_tokens(m, ctx, b, l, &in->o));
@@ -651,8 +667,7 @@ static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     attention_in in = {0};
     bool have_in = false;
-    if (m->acts[l].host_x)
-        ITH_TRY(move_from_host(ctx, &m->acts[l]));
+    ITH_TRY(ith_offload_fetch(m, ctx, l));
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(ith_model_open_grads(m, ctx, l));
     ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));
@@ -696,7 +711,7 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_linear_forward(ctx, a->qkv, in.n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
-    ITH_TRY(make_qk(m, ctx, b, l, &in));
+    ITH_TRY(make_qk(m, ctx, b, l, false, &in));
     int64_t q = c->num_attention_heads * c->head_dim;
     ITH_TRY(ith_scatter_rows(ctx, heads_2d(k), heads_2d(in.k), rows));
     ITH_TRY(ith_scatter_rows(ctx, heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
@@ -779,16 +794,6 @@ ith_status ith_block_experts_backward(ith_model *m, ith_ctx *ctx, const ith_batc
                                       T dn2, T dy, T n2)
 {
     return experts_backward(m, ctx, b, l, dn2, dy, n2);
-}
-
-ith_status ith_block_to_host(ith_ctx *ctx, const ith_layer_acts *a)
-{
-    return a->host_x ? move_to_host(ctx, a) : ITH_OK;
-}
-
-ith_status ith_block_from_host(ith_ctx *ctx, const ith_layer_acts *a)
-{
-    return a->host_x ? move_from_host(ctx, a) : ITH_OK;
 }
 
 const ith_model_family ith_family_qwen3 = {ITH_FAMILY_QWEN3, qwen3_declare, qwen3_forward,

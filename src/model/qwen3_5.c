@@ -725,9 +725,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
                           .x = m->stream,
                           .x2 = m->stream};
     if (training && keep == ITH_KEEP_HOST) {
-        a->x = m->offload;
-        ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "layer input", ith_tensor_bytes(a->x),
-                              &a->host_x, ctx->err));
+        ITH_TRY(ith_offload_stage(m, ctx, l));
     } else if (training) {
         ITH_TRY(ith_ctx_push(ctx, kept, "layer input", m->dtype, 2, t, d, 1, 1, &a->x));
     }
@@ -781,7 +779,7 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     ITH_TRY(output_to_tokens(m, ctx, b, l, &in));
     ITH_TRY(project_out(m, ctx, l, in.o, &mixed));
     ITH_TRY(ffn_forward(m, ctx, b, l, mixed));
-    ITH_TRY(ith_block_to_host(ctx, a));
+    ITH_TRY(ith_offload_save(m, ctx, l));
     m->residual = a->x2;
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     forget_unsaved(m, l, training);
@@ -950,7 +948,7 @@ static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     mixer_in in = {0};
     bool have_in = false;
-    ITH_TRY(ith_block_from_host(ctx, &m->acts[l]));
+    ITH_TRY(ith_offload_fetch(m, ctx, l));
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(ith_model_open_grads(m, ctx, l));
     ITH_TRY(remake_mixer(m, ctx, b, l, &in, &have_in));

@@ -1,5 +1,6 @@
 /* step.c - one optimizer step, and the plan of its memory by walking it.
- * Invariants: 1. gradients are zero between steps (adamw clears them). 2. The walk that is counted
+ * Invariants: 1. gradients are blank at the begin of a step (kernels/blanks.h); where they are cut
+ * among the ranks, zero. 2. The walk that is counted
  * is the walk that runs: place_all and walk_micro are called for both. */
 #include "train/step.h"
 
@@ -169,7 +170,7 @@ static ith_status adamw_stretch(ith_step *s, T w, T master, T m, T v, T grad, in
         ITH_TRY(ith_adamw(s->ctx, ith_row_range(w, a, b),
                           master.ndim ? ith_row_range(master, a, b) : none, ith_row_range(m, a, b),
                           ith_row_range(v, a, b), ith_row_range(grad, a, b), s->scale, hyper,
-                          s->config.seed, first + a, true));
+                          s->config.seed, first + a, s->model->zero_stage >= 2));
     }
     return ITH_OK;
 }
@@ -192,8 +193,6 @@ static ith_status update_shard(ith_step *s, ith_adamw_hyper hyper)
             s, ith_model_weight_slice(m, b), ith_shard_slice(&s->shard, b, s->master),
             ith_shard_slice(&s->shard, b, s->m), ith_shard_slice(&s->shard, b, s->v),
             ith_shard_slice(&s->shard, b, m->grad), ith_shard_slice_first(&s->shard, b), hyper));
-    if (m->zero_stage == 1) /* the slices of the others */
-        ITH_TRY(ith_zero(ctx, m->grad));
     return ith_model_refresh_weights(m, ctx);
 }
 
@@ -253,9 +252,9 @@ static void bind_batch(ith_step *s, int64_t group_tokens, int64_t tokens, int64_
 }
 
 /* How many layers, from the top (their activations are wanted first), keep what; the rest keeps its
- * input on the host. */
+ * input on the host. normed: of those that keep all, see ith_model. */
 typedef struct {
-    int64_t all, attention, input;
+    int64_t all, attention, input, normed;
 } keep_counts;
 
 /* Counts a whole step. */
@@ -270,6 +269,7 @@ static ith_status count_step(ith_step *s, keep_counts n)
                             : top < n.all + n.attention           ? ITH_KEEP_ATTENTION
                             : top < n.all + n.attention + n.input ? ITH_KEEP_INPUT
                                                                   : ITH_KEEP_HOST;
+        s->model->keep_normed[l] = top < n.normed;
     }
     ITH_TRY(place_all(s));
     bind_batch(s, c->max_tokens, slice_tokens(c), c->max_docs, slice_labels(c), c->max_doc_tokens,
@@ -299,13 +299,14 @@ static ith_status bytes_of(ith_step *s, keep_counts n, int64_t *out)
     return ith_mesh_max(s->config.mesh, out, s->ctx->err);
 }
 
-/* Mix `phase` with n layers of its better kind: 0 all over attention, 1 attention over input, 2
- * input over host. */
+/* Mix `phase` with n layers of its better kind: 0 all with what norms make, over all; 1 all over
+ * attention, 2 attention over input, 3 input over host. */
 static keep_counts mix(int phase, int64_t n, int64_t layers)
 {
-    return phase == 0   ? (keep_counts){n, layers - n, 0}
-           : phase == 1 ? (keep_counts){0, n, layers - n}
-                        : (keep_counts){0, 0, n};
+    return phase == 0   ? (keep_counts){layers, 0, 0, n}
+           : phase == 1 ? (keep_counts){n, layers - n, 0, 0}
+           : phase == 2 ? (keep_counts){0, n, layers - n, 0}
+                        : (keep_counts){0, 0, n, 0};
 }
 
 /* The fastest mix that fits: keeping all is faster than keeping attention, than keeping inputs,
@@ -314,7 +315,7 @@ static keep_counts mix(int phase, int64_t n, int64_t layers)
 static ith_status choose_keep(ith_step *s, int64_t limit)
 {
     int64_t layers = s->model->config->num_hidden_layers, bytes = 0;
-    int phases = s->ctx->device == ith_device_cpu() ? 2 : 3;
+    int phases = s->ctx->device == ith_device_cpu() ? 3 : 4;
     for (int phase = 0; phase < phases; phase++) {
         ITH_TRY(bytes_of(s, mix(phase, 0, layers), &bytes));
         if (bytes > limit && phase + 1 < phases)
@@ -359,7 +360,7 @@ static ith_status bytes_for_tokens(ith_step *s, int64_t tokens, int64_t *out)
     c->max_tokens = c->max_labels = c->max_doc_tokens = tokens;
     c->max_docs = 1;
     s->model->max_positions = tokens;
-    return bytes_of(s, (keep_counts){0, 0, s->model->config->num_hidden_layers}, out);
+    return bytes_of(s, (keep_counts){0, 0, s->model->config->num_hidden_layers, 0}, out);
 }
 
 ith_status ith_step_longest(const ith_step *step, int64_t limit, int64_t *out)
@@ -396,7 +397,7 @@ static ith_status plan_step(ith_step *s, bool plan_only)
     int64_t layers = s->model->config->num_hidden_layers, limit = 0, unused = 0;
     ITH_TRY(limit_of(s, &limit));
     const keep_counts one[] = {
-        {layers, 0, 0}, {0, layers, 0}, {0, 0, layers}, {0, 0, 0}}; /* by ith_keep */
+        {layers, 0, 0, 0}, {0, layers, 0, 0}, {0, 0, layers, 0}, {0, 0, 0, 0}}; /* by ith_keep */
     if (s->config.keep >= 0)
         ITH_TRY(bytes_of(s, one[s->config.keep], &unused));
     else
@@ -451,6 +452,26 @@ static ith_status cut_model(ith_step *s)
     return ITH_OK;
 }
 
+/* Every parameter's gradient, in the order of memory: those kept in f32 lie behind the others. */
+static ith_status list_gradients(ith_step *s)
+{
+    const ith_model *m = s->model;
+    if (!s->config.training || m->zero_stage >= 2)
+        return ITH_OK;
+    ith_blanks *b = &s->blanks;
+    ITH_TRY(
+        ith_alloc_zero((void **)&b->all, m->num_params, sizeof *b->all, "gradients", s->ctx->err));
+    b->base = m->grad.data;
+    for (int f32 = 0; f32 < 2; f32++)
+        for (int64_t i = 0; i < m->num_params; i++) {
+            const ith_param *p = &m->params[i];
+            if (p->is_f32 == (f32 != 0))
+                b->all[b->count++] =
+                    (ith_blank){p->first * 4, p->first * 4 + ith_tensor_bytes(p->grad), false};
+        }
+    return ITH_OK;
+}
+
 ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
                            const ith_step_config *config, bool plan_only)
 {
@@ -475,6 +496,7 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
     if (!plan_only) {
         ITH_TRY_OUT(ith_plan_commit(ctx->plan, ctx->err));
         ITH_TRY_OUT(place_all(s));
+        ITH_TRY_OUT(list_gradients(s));
     }
     *out = s;
     return ITH_OK;
@@ -485,8 +507,11 @@ out:
 
 void ith_step_destroy(ith_step *step)
 {
-    if (step)
+    if (step) {
         ith_shard_deinit(&step->shard);
+        ith_free(step->blanks.all);
+        step->ctx->blanks = NULL;
+    }
     ith_free(step);
 }
 
@@ -495,6 +520,9 @@ void ith_step_begin(ith_step *step, double weight_sum)
     step->weight_sum = weight_sum;
     step->num_micro = 0;
     step->reduced = false;
+    for (int64_t i = 0; i < step->blanks.count; i++)
+        step->blanks.all[i].blank = true;
+    step->ctx->blanks = &step->blanks;
 }
 
 /* Labelled rows of a stretch, whose first token is row `row`, with their seeds into the staging
@@ -578,6 +606,8 @@ ith_status ith_step_reduce(ith_step *step)
 {
     const ith_mesh *mesh = step->config.mesh;
     step->reduced = true;
+    ITH_TRY(ith_blanks_close(step->ctx));
+    step->ctx->blanks = NULL;
     if (ith_world_size(mesh) == 1)
         return ITH_OK;
     ITH_TRY(ith_model_reduce_grads(step->model, step->ctx));
@@ -611,7 +641,7 @@ ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *o
     ITH_TRY(ith_zero(ctx, step->balance_sum));
     if (confidence_sum.ndim)
         ITH_TRY(ith_zero(ctx, confidence_sum));
-    if (scale < 0) /* nothing was updated; the bad gradients must not stay */
+    if (scale < 0 && step->model->zero_stage >= 2) /* nothing was updated, nothing cleared */
         ITH_TRY(ith_zero(ctx, step->model->grad));
     balance /= (double)ith_cp_size(step->config.mesh); /* each rank held that of its whole group */
     double micros = (double)ith_max_i64(step->num_micro, 1),

@@ -16,6 +16,7 @@
 #define ITH_TRAIN_STEP_H
 
 #include "data/batching.h"
+#include "kernels/blanks.h"
 #include "model/model.h"
 #include "model/vision_buffers.h"
 #include "train/chunk_loss.h"
@@ -58,6 +59,7 @@ typedef struct ith_step {
     /* what the plan chose, from the last layer down; the rest keeps its input on the host */
     int64_t layers_keep_all, layers_keep_attention, layers_keep_input;
     ith_shard shard;
+    ith_blanks blanks; /* parameters; none where gradients are cut among the ranks */
     /* flat optimizer buffers, whole or (zero_stage > 0) this rank's shard; master absent for f32
      * models */
     ith_tensor master, m, v;
@@ -95,7 +97,7 @@ void ith_step_begin(ith_step *step, double weight_sum);
 ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch);
 /* Sums gradients and losses over all ranks; ith_step_end does it when nobody did. */
 ith_status ith_step_reduce(ith_step *step);
-/* Clip, update, clear gradients. hyper.step counts real updates. */
+/* Clip, update. hyper.step counts real updates. */
 ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *out);
 /* Loss of a micro-batch without gradients: *loss += sum of weight * cross entropy over the rows of
  * this rank; weights are in the batch. Add it over the ranks. */

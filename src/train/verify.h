@@ -10,7 +10,8 @@
  * business of `nonfinite`); with `first`, the tensors that got no gradient at all, too. */
 ith_status ith_verify_gradients(ith_trainer *t, bool first, const ith_trainer_hooks *hooks,
                                 ith_error *err);
-/* After the update. Fails unless all gradients are zero and the weights are the rounded master. */
+/* After the update. Fails unless the weights are the rounded master. Gradients become NaN, so that
+ * the next check shows what a step did not write anew; cut ones (ZeRO 2, 3) must be zero. */
 ith_status ith_verify_update(ith_trainer *t, ith_error *err);
 
 #endif

@@ -34,6 +34,8 @@ typedef struct {
     cudaEvent_t forked, marks[ITH_DEVICE_MARKS];
     cudaEvent_t *stamps; /* made as they are asked for: profiling only */
     int64_t num_stamps, cap_stamps;
+    cudaStream_t aside; /* copies to and from the host beside the stream */
+    cudaEvent_t so_far, copied[2];
 } ith_cuda;
 
 /* Blocks that fill an H200 (132 multiprocessors) at full occupancy. A constant, not read off the

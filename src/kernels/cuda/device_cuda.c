@@ -167,6 +167,30 @@ static void cuda_free_host(ith_device *d, void *ptr)
     munmap(base, (size_t)all);
 }
 
+static ith_status cuda_copy_aside(ith_device *d, int slot, void *dst, const void *src,
+                                  int64_t bytes, bool to_host, ith_error *err)
+{
+    ith_cuda *cuda = cuda_of(d);
+    cudaError_t code = cudaEventRecord(cuda->so_far, cuda->stream);
+    ITH_ASSERT(slot == 0 || slot == 1);
+    if (code == cudaSuccess)
+        code = cudaStreamWaitEvent(cuda->aside, cuda->so_far, 0);
+    if (code == cudaSuccess)
+        code =
+            cudaMemcpyAsync(dst, src, (size_t)bytes,
+                            to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, cuda->aside);
+    if (code == cudaSuccess)
+        code = cudaEventRecord(cuda->copied[slot], cuda->aside);
+    return check_bytes(d, code, "copy aside", bytes, err);
+}
+
+static ith_status cuda_await_aside(ith_device *d, int slot, ith_error *err)
+{
+    ith_cuda *cuda = cuda_of(d);
+    return check_bytes(d, cudaStreamWaitEvent(cuda->stream, cuda->copied[slot], 0),
+                       "wait for a copy", 0, err);
+}
+
 static ith_status cuda_stamp(ith_device *d, int64_t idx, ith_error *err)
 {
     ith_cuda *cuda = cuda_of(d);
@@ -243,6 +267,8 @@ static void fill_device(ith_cuda *cuda)
                        .memory = cuda_memory,
                        .alloc_host = cuda_alloc_host,
                        .free_host = cuda_free_host,
+                       .copy_aside = cuda_copy_aside,
+                       .await_aside = cuda_await_aside,
                        .stamp = cuda_stamp,
                        .elapsed = cuda_elapsed,
                        .copy_rows = cuda_copy_rows,
@@ -286,8 +312,15 @@ static ith_status open_device(ith_cuda *cuda, ith_error *err)
                         "CUDA device %d is %s (compute capability %d.%d); this build is for 9.0",
                         cuda->index, props.name, props.major, props.minor);
     ITH_TRY(check_runtime(cudaSetDevice(cuda->index), "device", err));
-    return check_runtime(cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking), "stream",
-                         err);
+    cudaStream_t *streams[] = {&cuda->stream, &cuda->aside};
+    for (int i = 0; i < 2; i++)
+        ITH_TRY(check_runtime(cudaStreamCreateWithFlags(streams[i], cudaStreamNonBlocking),
+                              "stream", err));
+    cudaEvent_t *events[] = {&cuda->so_far, &cuda->copied[0], &cuda->copied[1]};
+    for (int i = 0; i < 3; i++)
+        ITH_TRY(check_runtime(cudaEventCreateWithFlags(events[i], cudaEventDisableTiming), "event",
+                              err));
+    return ITH_OK;
 }
 
 static ith_status open_libraries(ith_cuda *cuda, ith_error *err)
@@ -310,6 +343,8 @@ static void close_cuda(ith_cuda *cuda)
 {
     if (cuda->stream)
         (void)cudaStreamSynchronize(cuda->stream);
+    if (cuda->aside)
+        (void)cudaStreamSynchronize(cuda->aside);
     for (int64_t i = 0; i < cuda->num_stamps; i++)
         (void)cudaEventDestroy(cuda->stamps[i]);
     ith_free(cuda->stamps);
@@ -325,8 +360,14 @@ static void close_cuda(ith_cuda *cuda)
         (void)cuda->libs->cudnnDestroy(cuda->dnn);
     if (cuda->lt)
         (void)cuda->libs->cublasLtDestroy(cuda->lt);
-    if (cuda->stream)
-        (void)cudaStreamDestroy(cuda->stream);
+    const cudaStream_t streams[] = {cuda->stream, cuda->aside};
+    const cudaEvent_t events[] = {cuda->so_far, cuda->copied[0], cuda->copied[1]};
+    for (int i = 0; i < 2; i++)
+        if (streams[i])
+            (void)cudaStreamDestroy(streams[i]);
+    for (int i = 0; i < 3; i++)
+        if (events[i])
+            (void)cudaEventDestroy(events[i]);
     ith_free(cuda);
 }
 
@@ -350,6 +391,7 @@ static const ith_backend *backend_table(void)
         ith_cuda_fill_optimizer(&table);
         ith_cuda_fill_gdn_rows(&table);
         ith_cuda_fill_delta(&table);
+        table.overwrites = true;
         table.name = "cuda";
     }
     return &table;

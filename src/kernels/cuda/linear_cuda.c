@@ -78,7 +78,7 @@ static ith_status linear_backward_weight(ith_ctx *ctx, ith_tensor dw, ith_tensor
                     .n = dy.shape[1],
                     .k = x.shape[0],
                     .transpose_b = true,
-                    .accumulate = true,
+                    .accumulate = !ctx->overwrite,
                     .a = x.data,
                     .b = dy.data,
                     .d = dw.data,
@@ -92,7 +92,7 @@ static ith_status linear_backward_weight(ith_ctx *ctx, ith_tensor dw, ith_tensor
                          .a = dy,
                          .b = x,
                          .num_groups = 1,
-                         .accumulate = true};
+                         .accumulate = !ctx->overwrite};
     return product(ctx, &p, &plain);
 }
 

@@ -53,6 +53,9 @@ static outcome run_step(const small_shape *shape, how h)
     small_open(&r, shape, h.dtype, h.threads, &c);
     if (h.mlp_tile)
         r.model->mlp_tile = h.mlp_tile;
+    for (int64_t i = 0; i < r.model->num_params; i++) /* a step begins with whatever was there */
+        memset(r.model->params[i].grad.data, 0xff,
+               (size_t)ith_tensor_bytes(r.model->params[i].grad));
     ith_step_begin(r.step, whole.weight_sum);
     for (int64_t i = 0; i < DOCS; i += per) {
         int64_t n = i + per > DOCS ? DOCS - i : per;
@@ -60,6 +63,7 @@ static outcome run_step(const small_shape *shape, how h)
         assert_ok(ith_step_micro(r.step, &b), r.err);
         small_batch_free(&b);
     }
+    assert_ok(ith_step_reduce(r.step), r.err);
     outcome o = {.loss = small_loss(&r), .num = r.model->num_elements};
     o.grad = small_floats(&r, r.model->grad);
     o.row_loss = small_floats(&r, r.step->row_loss);
@@ -68,12 +72,6 @@ static outcome run_step(const small_shape *shape, how h)
     assert_false(stats.skipped);
     o.norm = stats.grad_norm;
     o.w = small_floats(&r, r.step->master.ndim ? r.step->master : r.model->w);
-    float *cleared = small_floats(&r, r.model->grad);
-    for (int64_t i = 0; i < o.num; i++)
-        if (cleared[i] != 0)
-            fail_msg("gradient %lld is %g after the update, expected 0", (long long)i,
-                     (double)cleared[i]);
-    ith_free(cleared);
     small_batch_free(&whole);
     small_close(&r);
     return o;
@@ -438,7 +436,7 @@ static void test_step_without_labels_is_zero(void **state)
 }
 
 /* A weight that is not a number: the step is skipped, weights and moments stay as they are, and a
- * sound step afterwards goes on. */
+ * sound step afterwards goes on from bad gradients. */
 static void test_step_skips_what_is_not_finite(void **state)
 {
     (void)state;
@@ -463,20 +461,16 @@ static void test_step_skips_what_is_not_finite(void **state)
         assert_ok(ith_step_micro(r.step, &b), r.err);
         assert_ok(ith_step_end(r.step, hyper, &stats), r.err);
         assert_true(stats.skipped);
-        float *w1 = small_floats(&r, r.model->w), *m1 = small_floats(&r, r.step->m),
-              *g1 = small_floats(&r, r.model->grad);
+        float *w1 = small_floats(&r, r.model->w), *m1 = small_floats(&r, r.step->m);
         assert_bits(w0, w1, n, "weights of a skipped step");
         assert_bits(m0, m1, n, "moments of a skipped step");
-        for (int64_t i = 0; i < n; i++)
-            if (g1[i] != 0)
-                fail_msg("gradient %lld is %g after a skipped step", (long long)i, (double)g1[i]);
         assert_ok(dev->upload(dev, at, sound, size, &r.err), r.err);
         ith_step_begin(r.step, b.weight_sum);
         assert_ok(ith_step_micro(r.step, &b), r.err);
         assert_ok(ith_step_end(r.step, hyper, &stats), r.err);
         assert_true(!stats.skipped && isfinite(stats.loss) && stats.grad_norm > 0);
-        float *all[] = {w0, w1, m0, m1, g1};
-        for (int i = 0; i < 5; i++)
+        float *all[] = {w0, w1, m0, m1};
+        for (int i = 0; i < 4; i++)
             ith_free(all[i]);
         small_close(&r);
         small_batch_free(&b);

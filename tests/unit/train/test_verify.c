@@ -70,11 +70,16 @@ static void test_verify_of_a_step(void **state)
         assert_ok(ith_step_end(r.step, h, &stats), r.err);
         assert_true(stats.skipped);
         assert_ok(ith_verify_update(&t, &r.err), r.err);
-        /* what an update left behind */
-        poke(&r, r.model->grad, o->first + 7, 1e-20f);
-        assert_fails(ith_verify_update(&t, &r.err), r.err, ITH_ERR_RUN,
-                     "gradient of model.layers.1.self_attn.o_proj.weight: element 7");
-        poke(&r, r.model->grad, o->first + 7, 0.0f);
+        /* the check spoils the gradients, and the next step writes every one anew */
+        float *grad = small_floats(&r, r.model->grad);
+        assert_true(isnan(grad[o->first + 7]));
+        ith_free(grad);
+        news[0] = '\0';
+        ith_step_begin(r.step, b.weight_sum);
+        assert_ok(ith_step_micro(r.step, &b), r.err);
+        assert_ok(ith_step_reduce(r.step), r.err);
+        assert_ok(ith_verify_gradients(&t, true, &hooks, &r.err), r.err);
+        assert_string_equal(news, "verify: all 36 tensors got a gradient in the first step\n");
         if (types[d] == ITH_BF16) {
             poke(&r, r.step->master, o->first + 9, 3.0f);
             assert_fails(ith_verify_update(&t, &r.err), r.err, ITH_ERR_RUN,
