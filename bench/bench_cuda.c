@@ -7,6 +7,7 @@
  * calls and one wait, after warm-up; sustained, so the power cap is in them. Memory is planned as
  * in a run: the walk counts first, then runs. */
 #include "kernels/backend.h"
+#include "kernels/blanks.h"
 #include "kernels/cuda_plugin.h"
 
 #include "base/rng.h"
@@ -388,7 +389,19 @@ static ith_status walk_adamw(bench *b)
     return ITH_OK;
 }
 
-/* ---- experts: 128 of 768, 8 per token, hidden 2048 (Qwen3-30B-A3B) ---- */
+/* ---- experts, 8 per token and 1024 rows each: w [E,N,K] ---- */
+
+typedef struct {
+    const char *name;
+    int64_t experts, n, k;
+} expert_shape;
+
+static const expert_shape expert_shapes[] = {
+    {"128 x 2048->1536", 128, 1536, 2048}, /* gate_up and down of Qwen3-30B-A3B */
+    {"128 x 768->2048", 128, 2048, 768},
+    {"256 x 2048->1024", 256, 1024, 2048}, /* of Qwen3.5-35B-A3B */
+    {"256 x 512->2048", 256, 2048, 512},
+};
 
 static ith_status moe_fwd(bench *b, const args *a)
 {
@@ -403,6 +416,17 @@ static ith_status moe_dx(bench *b, const args *a)
 static ith_status moe_dw(bench *b, const args *a)
 {
     return ith_grouped_linear_backward_weight(b->ctx, a->t[3], a->t[0], a->t[1], a->t[4]);
+}
+
+/* The first of a step, which overwrites. */
+static ith_status moe_first_dw(bench *b, const args *a)
+{
+    ith_blank all = {0, ith_tensor_bytes(a->t[3]), true};
+    ith_blanks blanks = {a->t[3].data, &all, 1};
+    b->ctx->blanks = &blanks;
+    ith_status status = moe_dw(b, a);
+    b->ctx->blanks = NULL;
+    return status;
 }
 
 static ith_status moe_route(bench *b, const args *a)
@@ -420,37 +444,48 @@ static ith_status moe_combine(bench *b, const args *a)
     return ith_expert_combine(b->ctx, a->t[11], ith_tensor_none(), a->t[1], a->t[5], a->t[10]);
 }
 
-static ith_status walk_experts(bench *b)
+static ith_status walk_experts(bench *b, const expert_shape *e)
 {
-    enum { EXPERTS = 128, SLOTS = 8, HIDDEN = 2048, INNER = 2 * 768 };
+    enum { SLOTS = 8, ROWS = 1024 };
     args a = {0};
     static int32_t zeros[1 << 20];
-    int64_t s = b->tokens * SLOTS;
-    double flop = 2.0 * (double)s * HIDDEN * INNER;
+    static const struct {
+        const char *part;
+        call run;
+    } products[] = {
+        {"forward", moe_fwd}, {"dx", moe_dx}, {"first dw", moe_first_dw}, {"dw", moe_dw}};
+    int64_t s = e->experts * ROWS, tokens = s / SLOTS;
+    double flop = 2.0 * (double)(s * e->n * e->k), token = (double)tokens;
     int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
-    ITH_TRY(make(b, ITH_BF16, s, INNER, &a.t[0]));
-    ITH_TRY(make(b, ITH_BF16, s, HIDDEN, &a.t[1]));
-    ITH_TRY(make(b, ITH_BF16, EXPERTS * INNER, HIDDEN, &a.t[2]));
-    ITH_TRY(make(b, ITH_F32, EXPERTS * INNER, HIDDEN, &a.t[3]));
-    a.t[2] = ith_tensor_3d(a.t[2].data, ITH_BF16, EXPERTS, INNER, HIDDEN);
-    a.t[3] = ith_tensor_3d(a.t[3].data, ITH_F32, EXPERTS, INNER, HIDDEN);
-    ITH_TRY(make_ints(b, zeros, EXPERTS + 1, &a.t[4]));
-    ITH_TRY(make(b, ITH_F32, b->tokens, SLOTS, &a.t[5]));
+    ITH_TRY(make(b, ITH_BF16, s, e->n, &a.t[0]));
+    ITH_TRY(make(b, ITH_BF16, s, e->k, &a.t[1]));
+    ITH_TRY(make(b, ITH_BF16, e->experts * e->n, e->k, &a.t[2]));
+    ITH_TRY(make(b, ITH_F32, e->experts * e->n, e->k, &a.t[3]));
+    a.t[2] = ith_tensor_3d(a.t[2].data, ITH_BF16, e->experts, e->n, e->k);
+    a.t[3] = ith_tensor_3d(a.t[3].data, ITH_F32, e->experts, e->n, e->k);
+    ITH_TRY(make_ints(b, zeros, e->experts + 1, &a.t[4]));
+    ITH_TRY(make(b, ITH_F32, tokens, SLOTS, &a.t[5]));
     ITH_TRY(make_ints(b, zeros, s, &a.t[6]));
-    ITH_TRY(make(b, ITH_F32, b->tokens, EXPERTS, &a.t[7]));
-    ITH_TRY(make(b, ITH_BF16, b->tokens, EXPERTS, &a.t[8]));
+    ITH_TRY(make(b, ITH_F32, tokens, e->experts, &a.t[7]));
+    ITH_TRY(make(b, ITH_BF16, tokens, e->experts, &a.t[8]));
     ITH_TRY(make_ints(b, zeros, s, &a.t[9]));
     ITH_TRY(make_ints(b, zeros, s, &a.t[10]));
-    ITH_TRY(make(b, ITH_BF16, b->tokens, HIDDEN, &a.t[11]));
-    a.t[6] = ith_tensor_2d(a.t[6].data, ITH_I32, b->tokens, SLOTS);
-    a.t[10] = ith_tensor_2d(a.t[10].data, ITH_I32, b->tokens, SLOTS);
-    double token = (double)b->tokens;
-    ITH_TRY(timed(b, "router", moe_route, &a, token * (EXPERTS * 6 + SLOTS * 8), 0, 1));
+    ITH_TRY(make(b, ITH_BF16, tokens, e->k, &a.t[11]));
+    a.t[6] = ith_tensor_2d(a.t[6].data, ITH_I32, tokens, SLOTS);
+    a.t[10] = ith_tensor_2d(a.t[10].data, ITH_I32, tokens, SLOTS);
+    double route_bytes = token * (double)(e->experts * 6 + SLOTS * 8);
+    ITH_TRY(timed(b, "router", moe_route, &a, route_bytes, 0, 1));
     ITH_TRY(timed(b, "expert sort", moe_sort, &a, token * SLOTS * 12, 0, 1));
-    ITH_TRY(timed(b, "expert gate_up forward", moe_fwd, &a, 0, flop, MATRIX_RATE));
-    ITH_TRY(timed(b, "expert gate_up dx", moe_dx, &a, 0, flop, MATRIX_RATE));
-    ITH_TRY(timed(b, "expert gate_up dw", moe_dw, &a, 0, flop, MATRIX_RATE));
-    ITH_TRY(timed(b, "expert combine", moe_combine, &a, token * HIDDEN * 2 * (SLOTS + 1), 0, 1));
+    if (!ith_ctx_counting(b->ctx)) /* the products need it, whatever `only` says */
+        ITH_TRY(moe_route(b, &a));
+    ITH_TRY(moe_sort(b, &a));
+    for (int i = 0; i < 4; i++) {
+        char text[64];
+        snprintf(text, sizeof text, "experts %s %s", e->name, products[i].part);
+        ITH_TRY(timed(b, text, products[i].run, &a, 0, flop, MATRIX_RATE));
+    }
+    double combine_bytes = token * (double)(e->k * 2 * (SLOTS + 1));
+    ITH_TRY(timed(b, "expert combine", moe_combine, &a, combine_bytes, 0, 1));
     ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
     return ITH_OK;
 }
@@ -818,7 +853,8 @@ static ith_status walk(bench *b)
         ITH_TRY(walk_head(b));
     }
     ITH_TRY(walk_adamw(b));
-    ITH_TRY(walk_experts(b));
+    for (size_t i = 0; i < sizeof expert_shapes / sizeof *expert_shapes; i++)
+        ITH_TRY(walk_experts(b, &expert_shapes[i]));
     ITH_TRY(walk_blocks(b));
     ITH_TRY(walk_group_router(b));
     ITH_TRY(walk_wide_heads(b));

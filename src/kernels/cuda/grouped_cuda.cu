@@ -1,11 +1,10 @@
 /* grouped_cuda.cu - products per expert: y = x w[e]^T, dx = dy w[e], dw[e] += dy^T x.
  *
- * Row counts live on the device only: a first kernel lists the row tiles of all experts, and the
- * product's grid is as large as the list can get (rows/TILE + experts), tiles past its end leave.
- * Two kernels: tensor cores (mma.sync, bf16, 16-byte aligned rows, 128x128 tiles, cp.async ring)
- * and plain fp32 arithmetic for everything else, which also serves dense products that cuBLASLt
- * refuses. NEEDSWORK: wgmma and TMA would double the first. */
-#include "kernels/cuda/common.cuh"
+ * Row counts live on the device only: a first kernel lists the row tiles of all experts. Two
+ * kernels: tensor cores (wgmma, bf16, 16-byte aligned rows), and plain fp32 arithmetic for
+ * everything else, which also serves dense products that cuBLASLt refuses. */
+#include "kernels/cuda/hopper.cuh"
+#include "kernels/cuda/tensor_map.h"
 
 /* Operands as the kernels see them: c[i,j] (+)= sum_k a(i,k) b(k,j), strides in elements. `rows`
  * says what an expert's rows are: the i of c and a, or the k of a and b. */
@@ -120,195 +119,279 @@ __global__ void __launch_bounds__(256)
 
 /* ---- tensor cores ---- */
 
-enum { TILE = 128, STEP = 32, STAGES = 4, TILE_BYTES = TILE * STEP * 2 };
+/* A block makes tiles of 128 x 256 results: a thread of the first warpgroup fetches pieces of both
+ * operands into a ring of stages, the two others multiply them, 64 rows each. Blocks stay until
+ * all tiles are made. Two blocks of a cluster may SHARE an operand: each fetches half for both. */
+enum { TILE_I = 128, TILE_J = 256 };
+enum { A_PIECES = TILE_I / PIECE, PIECES = A_PIECES + TILE_J / PIECE, OUT_PIECES = 4 };
+enum { STAGE_BYTES = PIECES * PIECE_BYTES, OUT_BYTES = OUT_PIECES * PIECE_BYTES };
+enum { WARPGROUP = 128, CONSUMERS = 2 * WARPGROUP };
+/* bf16 results leave through shared memory, which costs a stage. */
+template <bool ROWS_INNER> constexpr int STAGES_OF = ROWS_INNER ? 4 : 3;
+template <bool ROWS_INNER>
+constexpr int SHARED_BYTES = STAGES_OF<ROWS_INNER> *STAGE_BYTES + (ROWS_INNER ? 0 : 2 * OUT_BYTES) +
+                             1024;
+enum sharing { SHARE_NOTHING, SHARE_A, SHARE_B };
 
-__device__ __forceinline__ void copy_16(uint32_t to, const void *from, bool in)
-{
-    int bytes = in ? 16 : 0; /* the rest is filled with zeros */
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
-}
-
-/* Shared-memory address of a 16-byte piece. K_FAST: rows of 32 k (64 bytes), one per i; otherwise
- * rows of 128 i (256 bytes), one per k. Pieces are swizzled so that eight rows hit all banks. */
-template <bool K_FAST>
-__device__ __forceinline__ uint32_t piece_at(uint32_t base, int row, int piece)
-{
-    return K_FAST ? base + row * 64 + ((piece ^ (row >> 1 & 3)) << 4)
-                  : base + row * 256 + ((piece ^ (row & 7)) << 4);
-}
-
-/* What one thread fetches of an operand: two pieces of every tile, 64 rows (K_FAST) or 16 k apart.
- * Addresses are made once and move on by `step` elements. */
-template <bool K_FAST> struct fetcher {
-    const bf16 *at[2];
-    bool in[2];
-    int k[2]; /* inside the tile */
-    uint32_t to[2];
-    int64_t step;
-
-    __device__ __forceinline__ fetcher(const bf16 *from, int64_t major, int64_t i0, int64_t i_end,
-                                       int64_t k0)
-    {
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            int p = (int)threadIdx.x + n * 256;
-            int row = K_FAST ? p / 4 : p / 16, piece = K_FAST ? p % 4 : p % 16;
-            int64_t i = i0 + (K_FAST ? row : piece * 8);
-            k[n] = K_FAST ? piece * 8 : row;
-            in[n] = i < i_end;
-            at[n] = from + (K_FAST ? (in[n] ? i : i0) * major + k0 + k[n]
-                                   : (k0 + k[n]) * major + (in[n] ? i : i0));
-            to[n] = piece_at<K_FAST>(0, row, piece);
-        }
-        step = K_FAST ? STEP : STEP * major;
-    }
-
-    /* The next tile, of which `left` k exist. */
-    __device__ __forceinline__ void fetch(uint32_t tile, int left)
-    {
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            bool live = in[n] && k[n] < left;
-            copy_16(tile + to[n], at[n], live); /* reads nothing when not live */
-            at[n] += step;
-        }
-    }
+struct tiled_product {
+    CUtensorMap a_map, b_map, c_map; /* c_map: of bf16 results */
+    product p;
+    const row_tile *tiles;  /* of rows; absent when an expert's rows are inner */
+    const int32_t *offsets; /* [groups + 1] */
+    int64_t num_units;      /* most of them */
+    int32_t i_units, j_units;
 };
 
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t at, bool transposed)
+/* What a block does at a time; rank: its place in the cluster, whose blocks have tiles side by side
+ * (SHARE_A) or one over the other. */
+struct unit {
+    int32_t group, i0, i_end, j0, k0, k_end;
+};
+
+template <bool ROWS_INNER, sharing SHARE>
+__device__ __forceinline__ bool find_unit(unit &u, const tiled_product &t, int64_t n, int rank)
 {
-    if (transposed)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                     : "r"(at));
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                     : "r"(at));
+    constexpr int WIDTH = SHARE == SHARE_A ? 2 * TILE_J : TILE_J;
+    constexpr int HEIGHT = SHARE == SHARE_B ? 2 * TILE_I : TILE_I;
+    if (n >= t.num_units)
+        return false;
+    int64_t upper = n / t.j_units;
+    int j0 = (int)(n % t.j_units) * WIDTH + (SHARE == SHARE_A ? rank * TILE_J : 0);
+    if (ROWS_INNER) {
+        int32_t group = (int32_t)(upper / t.i_units);
+        int i0 = (int)(upper % t.i_units) * HEIGHT + (SHARE == SHARE_B ? rank * TILE_I : 0);
+        u = {group, i0, (int32_t)t.p.m, j0, t.offsets[group], t.offsets[group + 1]};
+        return true;
+    }
+    row_tile rows = t.tiles[upper];
+    u = {rows.group, rows.begin, rows.end, j0, 0, (int32_t)t.p.inner};
+    return rows.group >= 0;
 }
 
-__device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                         uint32_t b1)
+struct ring {
+    uint32_t stages, full, empty; /* shared-memory addresses: pieces; 8-byte barriers */
+};
+
+template <bool K_MAJOR>
+__device__ __forceinline__ void fetch_piece(uint32_t to, const CUtensorMap *map, uint32_t bar,
+                                            int outer, int k, int group, uint16_t blocks)
 {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    copy_box(to, map, bar, K_MAJOR ? k : outer, K_MAJOR ? outer : k, group, blocks);
 }
 
-/* The 64 x 32 part of a warp, one STEP of the inner index. */
-template <bool A_K_FAST, bool B_K_FAST>
-__device__ __forceinline__ void step_product(float (&c)[4][4][4], uint32_t a_tile, uint32_t b_tile,
-                                             int wi, int wj, int lane)
+template <bool A_K, bool B_K, bool ROWS_INNER, sharing SHARE>
+__device__ void fetch_tiles(const tiled_product &t, const ring &r, int64_t first, int64_t step,
+                            int rank)
 {
+    constexpr int STAGES = STAGES_OF<ROWS_INNER>;
+    uint32_t turn = 0;
+    unit u;
+    for (int64_t n = first; find_unit<ROWS_INNER, SHARE>(u, t, n, rank); n += step)
+        for (int k = u.k0; k < u.k_end; k += PIECE, turn++) {
+            uint32_t stage = turn % STAGES, full = r.full + stage * 8;
+            uint32_t to = r.stages + stage * STAGE_BYTES;
+            barrier_wait(r.empty + stage * 8, turn / STAGES % 2 ^ 1);
+            barrier_expect(full, STAGE_BYTES);
 #pragma unroll
-    for (int kk = 0; kk < STEP; kk += 16) {
-        uint32_t a[4][4], b[2][4];
+            for (int i = 0; i < PIECES; i++) {
+                bool is_a = i < A_PIECES, shared = SHARE == (is_a ? SHARE_A : SHARE_B);
+                int j = is_a ? i : i - A_PIECES, half = is_a ? j : j / 2;
+                uint16_t blocks = shared ? 3 : 0;
+                if (shared && half != rank)
+                    continue;
+                if (is_a)
+                    fetch_piece<A_K>(to + i * PIECE_BYTES, &t.a_map, full, u.i0 + j * PIECE, k, 0,
+                                     blocks);
+                else
+                    fetch_piece<B_K>(to + i * PIECE_BYTES, &t.b_map, full, u.j0 + j * PIECE, k,
+                                     ROWS_INNER ? 0 : u.group, blocks);
+            }
+        }
+}
+
+/* A warp has read a stage. */
+template <sharing SHARE> __device__ __forceinline__ void release_stage(uint32_t empty)
+{
+    uint32_t lane = threadIdx.x % 32;
+    if (SHARE == SHARE_NOTHING && lane == 0)
+        barrier_arrive(empty);
+    if (SHARE != SHARE_NOTHING && lane < 2)
+        barrier_arrive_at(empty, lane);
+}
+
+/* The last rows of a stage belong to the next expert. */
+__device__ __forceinline__ void clear_rows(uint32_t stage, int from)
+{
+    int per_row = PIECES * 8;
+    for (int n = (int)threadIdx.x - WARPGROUP; n < (PIECE - from) * per_row; n += CONSUMERS) {
+        int row = from + n / per_row, piece = n % per_row / 8;
+        uint32_t at = stage + piece * PIECE_BYTES + row * 128 + n % 8 * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+    }
+    written_for_engines();
+    join_threads<CONSUMERS>(1);
+}
+
+/* Where the 64 x 256 results of a warpgroup go: row i0, column j0 of group's matrix. */
+struct results {
+    uint32_t stage;                /* bf16: OUT_PIECES pieces of shared memory of its own */
+    int group, i0, j0, rows, cols; /* rows, cols: how many exist from there on */
+};
+
+/* bf16 by way of shared memory: the copy engine takes it while the next tile is made. Where rows of
+ * the next expert follow, threads write what it must not. */
+__device__ __forceinline__ void send_bf16(const tiled_product &t, const results &to,
+                                          const float (&c)[TILE_J / 2])
+{
+    int me = (int)threadIdx.x % WARPGROUP, lane = me % 32, bar = (int)threadIdx.x / WARPGROUP + 1;
+    int row = me / 32 * 16 + lane % 16, right = lane / 16; /* whose address this lane gives */
+    if (me == 0)
+        stores_wait_read();
+    join_threads<WARPGROUP>(bar); /* the pieces are free again */
+#pragma unroll
+    for (int j = 0; j < TILE_J / 8; j += 2) {
+        uint32_t v[4], piece = to.stage + j / 8 * PIECE_BYTES;
+        uint32_t at = piece + row * 128 + ((j % 8 + right) ^ (row % 8)) * 16;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            int at = wi + i * 16;
-            load_matrices(a[i],
-                          A_K_FAST ? piece_at<true>(a_tile, at + (lane & 15), kk / 8 + (lane >> 4))
-                                   : piece_at<false>(a_tile, kk + (lane & 7) + (lane >> 4) * 8,
-                                                     at / 8 + (lane >> 3 & 1)),
-                          !A_K_FAST);
+            __nv_bfloat162 pair = __floats2bfloat162_rn(c[4 * j + 2 * i], c[4 * j + 2 * i + 1]);
+            v[i] = *reinterpret_cast<uint32_t *>(&pair);
         }
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            int at = wj + j * 16;
-            load_matrices(b[j],
-                          B_K_FAST
-                              ? piece_at<true>(b_tile, at + (lane & 7) + (lane >> 4) * 8,
-                                               kk / 8 + (lane >> 3 & 1))
-                              : piece_at<false>(b_tile, kk + (lane & 15), at / 8 + (lane >> 4)),
-                          !B_K_FAST);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                multiply(c[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                     "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                     : "memory");
+    }
+    written_for_engines();
+    join_threads<WARPGROUP>(bar);
+    if (to.rows >= PIECE) {
+        for (int p = 0; me == 0 && p < OUT_PIECES; p++)
+            store_box(&t.c_map, to.stage + p * PIECE_BYTES, to.j0 + p * PIECE, to.i0, 0);
+        if (me == 0)
+            stores_end();
+        return;
+    }
+    bf16 *out = (bf16 *)t.p.c + to.i0 * t.p.c_i + to.j0;
+    for (int n = me; n < to.rows * (TILE_J / 8); n += WARPGROUP) {
+        int r = n / (TILE_J / 8), col = n % (TILE_J / 8) * 8;
+        uint32_t piece = to.stage + col / PIECE * PIECE_BYTES;
+        uint32_t at = piece + r * 128 + (col % PIECE / 8 ^ r % 8) * 16;
+        uint4 v;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(at));
+        if (col < to.cols)
+            *reinterpret_cast<uint4 *>(out + r * t.p.c_i + col) = v;
     }
 }
 
-/* Results leave in pairs of columns; p.n is even. */
-template <typename C>
-__device__ __forceinline__ void write_result(C *to, float x, float y, bool accumulate)
+/* f32 from the registers: added where they lie, each element once, so the sum has one order. */
+__device__ __forceinline__ void send_f32(const tiled_product &t, const results &to,
+                                         const float (&c)[TILE_J / 2])
 {
-    if (accumulate) {
-        x += to_f32(to[0]);
-        y += to_f32(to[1]);
-    }
-    vec<C, 2> out = {{from_f32<C>(x), from_f32<C>(y)}};
-    *reinterpret_cast<vec<C, 2> *>(to) = out;
+    int me = (int)threadIdx.x % WARPGROUP, first = me / 32 * 16 + me % 32 / 4, q = me % 4 * 2;
+    float *out = (float *)t.p.c + to.group * t.p.c_group + to.i0 * t.p.c_i + to.j0 + q;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+        for (int j = 0; j < TILE_J / 8; j++) {
+            int row = first + 8 * h, from = 4 * j + 2 * h;
+            float *at = out + row * t.p.c_i + j * 8;
+            if (row >= to.rows || j * 8 + q >= to.cols)
+                continue;
+            if (t.p.accumulate)
+                asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(at),
+                             "f"(c[from]), "f"(c[from + 1])
+                             : "memory");
+            else
+                *reinterpret_cast<float2 *>(at) = make_float2(c[from], c[from + 1]);
+        }
 }
 
-template <typename C, bool A_K_FAST, bool B_K_FAST, bool ROWS_INNER>
-__global__ void __launch_bounds__(256, 2)
-    product_mma(product p, const row_tile *__restrict__ tiles, const int32_t *__restrict__ offsets)
+template <bool A_K, bool B_K, bool ROWS_INNER, sharing SHARE>
+__device__ void multiply_tiles(const tiled_product &t, const ring &r, int64_t first, int64_t step,
+                               int rank)
 {
-    extern __shared__ __align__(128) char shared[];
-    int64_t j0 = (int64_t)blockIdx.x * TILE, i0, i_end, k_begin = 0, k_end = p.inner, group;
-    if (ROWS_INNER) {
-        group = blockIdx.z;
-        i0 = (int64_t)blockIdx.y * TILE;
-        i_end = p.m;
-        k_begin = offsets[group];
-        k_end = offsets[group + 1];
-        if (k_begin == k_end && p.accumulate)
-            return;
-    } else {
-        row_tile t = tiles[blockIdx.y];
-        if (t.group < 0)
-            return;
-        group = t.group;
-        i0 = t.begin;
-        i_end = t.end;
-    }
-    const bf16 *pa = (const bf16 *)p.a, *pb = (const bf16 *)p.b + group * p.b_group;
-    int64_t a_major = A_K_FAST ? p.a_i : p.a_k, b_major = B_K_FAST ? p.b_j : p.b_k;
-    uint32_t base = (uint32_t)__cvta_generic_to_shared(shared);
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
-    int wi = warp / 4 * 64, wj = warp % 4 * 32;
-    int inner = (int)(k_end - k_begin), steps = (inner + STEP - 1) / STEP;
-    fetcher<A_K_FAST> a(pa, a_major, i0, i_end, k_begin);
-    fetcher<B_K_FAST> b(pb, b_major, j0, p.n, k_begin);
-    float c[4][4][4] = {};
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; s++) {
-        uint32_t to = base + s * 2 * TILE_BYTES;
-        if (s < steps) {
-            a.fetch(to, inner - s * STEP);
-            b.fetch(to + TILE_BYTES, inner - s * STEP);
-        }
-        asm volatile("cp.async.commit_group;");
-    }
-    for (int s = 0; s < steps; s++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
-        __syncthreads(); /* stage s is there, and stage s - 1 is free */
-        int next = s + STAGES - 1;
-        uint32_t to = base + next % STAGES * 2 * TILE_BYTES;
-        if (next < steps) {
-            a.fetch(to, inner - next * STEP);
-            b.fetch(to + TILE_BYTES, inner - next * STEP);
-        }
-        asm volatile("cp.async.commit_group;");
-        uint32_t at = base + s % STAGES * 2 * TILE_BYTES;
-        step_product<A_K_FAST, B_K_FAST>(c, at, at + TILE_BYTES, wi, wj, lane);
-    }
-    C *pc = (C *)p.c + group * p.c_group;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                int64_t row = i0 + wi + i * 16 + h * 8 + lane / 4;
-                int64_t col = j0 + wj + j * 8 + lane % 4 * 2;
-                if (row < i_end && col < p.n)
-                    write_result<C>(pc + row * p.c_i + col, c[i][j][2 * h], c[i][j][2 * h + 1],
-                                    p.accumulate);
+    int warpgroup = (int)threadIdx.x / WARPGROUP - 1;
+    constexpr int STAGES = STAGES_OF<ROWS_INNER>;
+    uint32_t turn = 0;
+    unit u;
+    for (int64_t n = first; find_unit<ROWS_INNER, SHARE>(u, t, n, rank); n += step) {
+        bool any = u.k0 < u.k_end;
+        if (!ROWS_INNER && u.i_end - u.i0 <= warpgroup * PIECE) { /* lets the stages go by */
+            for (int k = u.k0; k < u.k_end; k += PIECE, turn++) {
+                barrier_wait(r.full + turn % STAGES * 8, turn / STAGES % 2);
+                release_stage<SHARE>(r.empty + turn % STAGES * 8);
             }
+            continue;
+        }
+        float c[TILE_J / 2] = {};
+        for (int k = u.k0; k < u.k_end; k += PIECE, turn++) {
+            uint32_t stage = turn % STAGES, at = r.stages + stage * STAGE_BYTES;
+            barrier_wait(r.full + stage * 8, turn / STAGES % 2);
+            if (ROWS_INNER && u.k_end - k < PIECE)
+                clear_rows(at, u.k_end - k);
+            uint64_t a = operand_at<A_K>(at + warpgroup * PIECE_BYTES),
+                     b = operand_at<B_K>(at + A_PIECES * PIECE_BYTES);
+            wgmma_begin();
+#pragma unroll
+            for (int i = 0; i < PIECE / 16; i++)
+                wgmma_64x256<A_K, B_K>(c, a + i * NEXT_16<A_K>, b + i * NEXT_16<B_K>);
+            wgmma_commit();
+            wgmma_wait<1>(); /* the stage before is free */
+            if (k > u.k0)
+                release_stage<SHARE>(r.empty + (turn - 1) % STAGES * 8);
+        }
+        wgmma_wait<0>();
+        wgmma_results(c);
+        if (any)
+            release_stage<SHARE>(r.empty + (turn - 1) % STAGES * 8);
+        else if (t.p.accumulate)
+            continue;
+        int i0 = u.i0 + warpgroup * PIECE;
+        results to = {r.stages + STAGES * STAGE_BYTES + warpgroup * OUT_BYTES,
+                      u.group,
+                      i0,
+                      u.j0,
+                      u.i_end - i0,
+                      (int)t.p.n - u.j0};
+        if constexpr (ROWS_INNER)
+            send_f32(t, to, c);
+        else
+            send_bf16(t, to, c);
+    }
+    if (!ROWS_INNER && threadIdx.x % WARPGROUP == 0)
+        stores_wait();
+}
+
+template <bool A_K, bool B_K, bool ROWS_INNER, sharing SHARE>
+__global__ void __launch_bounds__(WARPGROUP + CONSUMERS, 1)
+    __cluster_dims__(SHARE == SHARE_NOTHING ? 1 : 2, 1, 1)
+        product_wgmma(const __grid_constant__ tiled_product t)
+{
+    extern __shared__ char raw[];
+    constexpr int STAGES = STAGES_OF<ROWS_INNER>, BLOCKS = SHARE == SHARE_NOTHING ? 1 : 2;
+    __shared__ uint64_t barriers[2 * STAGES];
+    int rank = (int)blockIdx.x % BLOCKS;
+    int64_t first = blockIdx.x / BLOCKS, step = gridDim.x / BLOCKS;
+    ring r = {(shared_at(raw) + 1023) & ~1023u, shared_at(barriers), shared_at(barriers + STAGES)};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(r.full + i * 8, 1);
+            barrier_init(r.empty + i * 8, BLOCKS * CONSUMERS / 32);
+        }
+        barrier_init_done();
+    }
+    cluster_sync();
+    if (threadIdx.x < WARPGROUP) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (threadIdx.x == 0)
+            fetch_tiles<A_K, B_K, ROWS_INNER, SHARE>(t, r, first, step, rank);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        multiply_tiles<A_K, B_K, ROWS_INNER, SHARE>(t, r, first, step, rank);
+    }
+    if (BLOCKS > 1) /* the other may still write here */
+        cluster_sync();
 }
 
 /* ---- host ---- */
@@ -335,35 +418,54 @@ static product product_of(const ith_grouped *g)
     return p;
 }
 
-static bool fits_mma(const ith_grouped *g)
+static bool fits_wgmma(const ith_grouped *g)
 {
     bool weight = g->kind == ITH_GROUPED_WEIGHT;
     return g->offsets && g->a.dtype == ITH_BF16 && g->out.dtype == (weight ? ITH_F32 : ITH_BF16) &&
-           g->accumulate == weight && rows_aligned(g->a, 8) && rows_aligned(g->b, 8) &&
-           rows_aligned(g->out, 2);
+           (weight || !g->accumulate) && rows_aligned(g->a, 8) && rows_aligned(g->b, 8) &&
+           rows_aligned(g->out, 8) && ith_numel(g->a) > 0 && ith_numel(g->b) > 0;
 }
 
-static ith_status run_mma(ith_ctx *ctx, const ith_grouped *g, const product &p, dim3 grid,
-                          const row_tile *tiles)
+template <bool A_K, bool B_K, bool ROWS_INNER, sharing SHARE>
+static ith_status launch_wgmma(ith_ctx *ctx, const ith_grouped *g, tiled_product &t)
 {
+    auto kernel = product_wgmma<A_K, B_K, ROWS_INNER, SHARE>;
+    int64_t rows = g->a.shape[0], num_tiles = ith_div_ceil(rows, TILE_I) + g->num_groups;
     cudaStream_t stream = ith_cuda_stream(ctx);
-    int bytes = STAGES * 2 * TILE_BYTES;
-#define LAUNCH(...)                                                                                \
-    do {                                                                                           \
-        ITH_CUDA_TRY(                                                                              \
-            ctx,                                                                                   \
-            cudaFuncSetAttribute(__VA_ARGS__, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), \
-            g->out);                                                                               \
-        (__VA_ARGS__)<<<grid, 256, (size_t)bytes, stream>>>(p, tiles, g->offsets);                 \
-    } while (0)
-    if (g->kind == ITH_GROUPED_FORWARD)
-        LAUNCH(product_mma<bf16, true, true, false>);
-    else if (g->kind == ITH_GROUPED_INPUT)
-        LAUNCH(product_mma<bf16, true, false, false>);
-    else
-        LAUNCH(product_mma<float, false, false, true>);
-#undef LAUNCH
+    t.j_units = (int32_t)ith_div_ceil(t.p.n, TILE_J * (SHARE == SHARE_A ? 2 : 1));
+    t.i_units = (int32_t)ith_div_ceil(t.p.m, TILE_I * (SHARE == SHARE_B ? 2 : 1));
+    t.num_units = (ROWS_INNER ? g->num_groups * t.i_units : num_tiles) * t.j_units;
+    if (!ROWS_INNER)
+        list_tiles<<<1, (unsigned)ith_round_up(g->num_groups, 32), 0, stream>>>(
+            (row_tile *)ctx->scratch, num_tiles, g->offsets, g->num_groups, (int32_t)rows, TILE_I);
+    ITH_CUDA_TRY(ctx,
+                 cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      SHARED_BYTES<ROWS_INNER>),
+                 g->out);
+    kernel<<<ITH_CUDA_SMS, WARPGROUP + CONSUMERS, SHARED_BYTES<ROWS_INNER>, stream>>>(t);
     return ITH_CUDA_LAUNCHED(ctx, g->out);
+}
+
+/* Clusters where their two tiles both exist. */
+static ith_status run_wgmma(ith_ctx *ctx, const ith_grouped *g, const product &p)
+{
+    tiled_product t;
+    bool even_i = ith_div_ceil(p.m, TILE_I) % 2 == 0, even_j = ith_div_ceil(p.n, TILE_J) % 2 == 0;
+    t.p = p;
+    t.tiles = (const row_tile *)ctx->scratch;
+    t.offsets = g->offsets;
+    ITH_TRY(ith_cuda_tensor_map(ctx, &t.a_map, g->a));
+    ITH_TRY(ith_cuda_tensor_map(ctx, &t.b_map, g->b));
+    if (g->kind != ITH_GROUPED_WEIGHT)
+        ITH_TRY(ith_cuda_tensor_map(ctx, &t.c_map, g->out));
+    if (g->kind == ITH_GROUPED_FORWARD)
+        return even_j ? launch_wgmma<true, true, false, SHARE_A>(ctx, g, t)
+                      : launch_wgmma<true, true, false, SHARE_NOTHING>(ctx, g, t);
+    if (g->kind == ITH_GROUPED_INPUT)
+        return even_j ? launch_wgmma<true, false, false, SHARE_A>(ctx, g, t)
+                      : launch_wgmma<true, false, false, SHARE_NOTHING>(ctx, g, t);
+    return even_i ? launch_wgmma<false, false, true, SHARE_B>(ctx, g, t)
+                  : launch_wgmma<false, false, true, SHARE_NOTHING>(ctx, g, t);
 }
 
 template <typename T, typename C>
@@ -392,18 +494,17 @@ ith_status ith_grouped_run(ith_ctx *ctx, const ith_grouped *g)
         return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED, "%lld experts; the most is 1024",
                         (long long)g->num_groups);
     product p = product_of(g);
-    bool mma = fits_mma(g), inner = g->kind == ITH_GROUPED_WEIGHT;
-    int64_t tile = mma ? (int64_t)TILE : (int64_t)BLOCK;
+    bool inner = g->kind == ITH_GROUPED_WEIGHT;
+    if (fits_wgmma(g))
+        return run_wgmma(ctx, g, p);
     row_tile *tiles = (row_tile *)ctx->scratch;
-    int64_t num_tiles = ith_div_ceil(rows, tile) + g->num_groups;
-    dim3 grid((unsigned)ith_div_ceil(p.n, tile),
-              (unsigned)(inner ? ith_div_ceil(p.m, tile) : num_tiles),
+    int64_t num_tiles = ith_div_ceil(rows, BLOCK) + g->num_groups;
+    dim3 grid((unsigned)ith_div_ceil(p.n, BLOCK),
+              (unsigned)(inner ? ith_div_ceil(p.m, BLOCK) : num_tiles),
               (unsigned)(inner ? g->num_groups : 1));
     if (!inner)
         list_tiles<<<1, (unsigned)ith_round_up(g->num_groups, 32), 0, ith_cuda_stream(ctx)>>>(
-            tiles, num_tiles, g->offsets, g->num_groups, (int32_t)rows, (int32_t)tile);
-    if (mma)
-        return run_mma(ctx, g, p, grid, tiles);
+            tiles, num_tiles, g->offsets, g->num_groups, (int32_t)rows, BLOCK);
     if (g->a.dtype == ITH_F32)
         run_plain<float, float>(ctx, g, p, grid, tiles);
     else if (g->out.dtype == ITH_F32)
@@ -449,7 +550,7 @@ static ith_status grouped_linear_backward_input(ith_ctx *ctx, ith_tensor dx, ith
 static ith_status grouped_linear_backward_weight(ith_ctx *ctx, ith_tensor dw, ith_tensor dy,
                                                  ith_tensor x, ith_tensor offsets)
 {
-    return run(ctx, ITH_GROUPED_WEIGHT, dw, dy, x, offsets, true);
+    return run(ctx, ITH_GROUPED_WEIGHT, dw, dy, x, offsets, !ctx->overwrite);
 }
 
 void ith_cuda_fill_grouped(struct ith_backend *b)

@@ -1,0 +1,211 @@
+/* hopper.cuh - what kernels of compute capability 9.0a share: mbarriers, bulk tensor copies (TMA)
+ * and wgmma, each the instruction of its name.
+ *
+ * Shared tiles are pieces of 64 rows of 128 bytes, 1024-byte aligned, as a tensor map with the
+ * 128-byte swizzle writes them (ith_cuda_tensor_map). A row holds 64 bf16 along the operand's
+ * contiguous index. An operand is k-major when that index is the inner one of the product. */
+#ifndef ITH_KERNELS_CUDA_HOPPER_CUH
+#define ITH_KERNELS_CUDA_HOPPER_CUH
+
+#include "kernels/cuda/common.cuh"
+
+#include <cuda.h>
+
+enum { PIECE = 64, PIECE_BYTES = PIECE * 128 };
+
+__device__ __forceinline__ uint32_t shared_at(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+/* ---- mbarriers: addresses in shared memory ---- */
+
+__device__ __forceinline__ void barrier_init(uint32_t bar, uint32_t arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+
+/* Visible to the copy engine and to the other blocks of the cluster. */
+__device__ __forceinline__ void barrier_init_done()
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(uint32_t bar, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t bar)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+/* At the same barrier of block `rank` of the cluster. */
+__device__ __forceinline__ void barrier_arrive_at(uint32_t bar, uint32_t rank)
+{
+    asm volatile("{\n"
+                 ".reg .b32 at;\n"
+                 "mapa.shared::cluster.u32 at, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [at];\n"
+                 "}" ::"r"(bar),
+                 "r"(rank)
+                 : "memory");
+}
+
+/* Until the phase of this parity is over. */
+__device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity)
+{
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}" ::"r"(bar),
+                 "r"(parity)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cluster_sync()
+{
+    asm volatile("barrier.cluster.arrive.release;\n"
+                 "barrier.cluster.wait.acquire;" ::
+                     : "memory");
+}
+
+/* ---- bulk copies ---- */
+
+/* The box of `map` at (x, y, z) to `to`; its bytes count on `bar`. With `blocks` not 0, to the same
+ * place and barrier of each block of the cluster whose bit is set. */
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, uint32_t bar, int x,
+                                         int y, int z, uint16_t blocks)
+{
+    if (blocks)
+        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                     ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+                     "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "h"(blocks)
+                     : "memory");
+    else
+        asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+                     " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+                     "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
+                     : "memory");
+}
+
+/* The box of shared memory at `from` to (x, y, z) of `map`, as far as it lies inside. */
+__device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
+                                          int z)
+{
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group"
+                 " [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(from), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+__device__ __forceinline__ void stores_end()
+{
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+/* Until the shared memory of all of this thread's stores was read. */
+__device__ __forceinline__ void stores_wait_read()
+{
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void stores_wait()
+{
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+/* Shared memory written by this thread will be read by the copy engine or wgmma. */
+__device__ __forceinline__ void written_for_engines()
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* Barrier `id` (1 to 15) of THREADS threads. */
+template <int THREADS> __device__ __forceinline__ void join_threads(int id)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+/* ---- wgmma ---- */
+
+/* How wgmma finds an operand at `at`. k-major: rows are the outer index, 8 of them make 1024 bytes.
+ * Otherwise rows are the inner index, and the next 64 of the outer one are a piece further. */
+template <bool K_MAJOR> __device__ __forceinline__ uint64_t operand_at(uint32_t at)
+{
+    uint64_t next = K_MAJOR ? 1 : PIECE_BYTES >> 4;
+    return (uint64_t)(at >> 4 & 0x3fff) | next << 16 | (uint64_t)(1024 >> 4) << 32 |
+           (uint64_t)1 << 62;
+}
+
+/* What to add to an operand for the next 16 of the inner index. */
+template <bool K_MAJOR> constexpr uint64_t NEXT_16 = K_MAJOR ? 32 >> 4 : 2048 >> 4;
+
+__device__ __forceinline__ void wgmma_begin()
+{
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit()
+{
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int LEFT> __device__ __forceinline__ void wgmma_wait()
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+/* After a wait for all: keeps the compiler from reading results earlier. */
+template <int N> __device__ __forceinline__ void wgmma_results(float (&c)[N])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        asm volatile("" : "+f"(c[i])::"memory");
+}
+
+/* c [64,256] += a b over 16 of the inner index; thread t of the warpgroup has columns
+ * 8j + 2(t%4) + {0, 1} of rows 16(t/32) + t%32/4 + {0, 8} in c[4j .. 4j+3]. */
+template <bool A_K_MAJOR, bool B_K_MAJOR>
+__device__ __forceinline__ void wgmma_64x256(float (&c)[128], uint64_t a, uint64_t b)
+{
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "
+        "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "
+        "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "
+        "%58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, "
+        "%72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, "
+        "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, "
+        "%100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, "
+        "%124, %125, %126, %127}, "
+        "%128, %129, 1, 1, 1, %130, %131;"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]),
+          "+f"(c[7]), "+f"(c[8]), "+f"(c[9]), "+f"(c[10]), "+f"(c[11]), "+f"(c[12]), "+f"(c[13]),
+          "+f"(c[14]), "+f"(c[15]), "+f"(c[16]), "+f"(c[17]), "+f"(c[18]), "+f"(c[19]), "+f"(c[20]),
+          "+f"(c[21]), "+f"(c[22]), "+f"(c[23]), "+f"(c[24]), "+f"(c[25]), "+f"(c[26]), "+f"(c[27]),
+          "+f"(c[28]), "+f"(c[29]), "+f"(c[30]), "+f"(c[31]), "+f"(c[32]), "+f"(c[33]), "+f"(c[34]),
+          "+f"(c[35]), "+f"(c[36]), "+f"(c[37]), "+f"(c[38]), "+f"(c[39]), "+f"(c[40]), "+f"(c[41]),
+          "+f"(c[42]), "+f"(c[43]), "+f"(c[44]), "+f"(c[45]), "+f"(c[46]), "+f"(c[47]), "+f"(c[48]),
+          "+f"(c[49]), "+f"(c[50]), "+f"(c[51]), "+f"(c[52]), "+f"(c[53]), "+f"(c[54]), "+f"(c[55]),
+          "+f"(c[56]), "+f"(c[57]), "+f"(c[58]), "+f"(c[59]), "+f"(c[60]), "+f"(c[61]), "+f"(c[62]),
+          "+f"(c[63]), "+f"(c[64]), "+f"(c[65]), "+f"(c[66]), "+f"(c[67]), "+f"(c[68]), "+f"(c[69]),
+          "+f"(c[70]), "+f"(c[71]), "+f"(c[72]), "+f"(c[73]), "+f"(c[74]), "+f"(c[75]), "+f"(c[76]),
+          "+f"(c[77]), "+f"(c[78]), "+f"(c[79]), "+f"(c[80]), "+f"(c[81]), "+f"(c[82]), "+f"(c[83]),
+          "+f"(c[84]), "+f"(c[85]), "+f"(c[86]), "+f"(c[87]), "+f"(c[88]), "+f"(c[89]), "+f"(c[90]),
+          "+f"(c[91]), "+f"(c[92]), "+f"(c[93]), "+f"(c[94]), "+f"(c[95]), "+f"(c[96]), "+f"(c[97]),
+          "+f"(c[98]), "+f"(c[99]), "+f"(c[100]), "+f"(c[101]), "+f"(c[102]), "+f"(c[103]),
+          "+f"(c[104]), "+f"(c[105]), "+f"(c[106]), "+f"(c[107]), "+f"(c[108]), "+f"(c[109]),
+          "+f"(c[110]), "+f"(c[111]), "+f"(c[112]), "+f"(c[113]), "+f"(c[114]), "+f"(c[115]),
+          "+f"(c[116]), "+f"(c[117]), "+f"(c[118]), "+f"(c[119]), "+f"(c[120]), "+f"(c[121]),
+          "+f"(c[122]), "+f"(c[123]), "+f"(c[124]), "+f"(c[125]), "+f"(c[126]), "+f"(c[127])
+        : "l"(a), "l"(b), "n"(A_K_MAJOR ? 0 : 1), "n"(B_K_MAJOR ? 0 : 1));
+}
+
+#endif
