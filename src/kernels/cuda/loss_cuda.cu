@@ -1,12 +1,15 @@
 /* loss_cuda.cu - cross entropy of logit rows in place, and sums over vectors in double.
  *
- * A block owns a row and reads it twice: once for maximum and sum together, once to turn logits
- * into gradients; the second read comes from L2 as far as it holds (6V bytes per row from memory).
- * Sums over vectors: a constant number of blocks, each with its own contiguous part, joined in
- * order: the same bits on every run. */
+ * A cluster of blocks owns a row and holds it in shared memory: maximum and sum are joined over the
+ * blocks, then logits become gradients, so a row is read and written once (4V bytes). With
+ * confidence a block owns a row and reads it twice. Sums over vectors: a constant number of blocks,
+ * each with its own contiguous part, joined in order: the same bits on every run. */
 #include "kernels/cuda/common.cuh"
 
+#include <cooperative_groups.h>
+
 enum { ROW_THREADS = 1024, SUM_BLOCKS = ITH_CUDA_SMS * 8, SUM_THREADS = 256 };
+enum { PART_BLOCKS = 8, PART_THREADS = 256, MOST_SHARED = 224 << 10 };
 
 /* Running log-sum-exp: the sum of e^(x - max) over what was seen. */
 struct running {
@@ -65,33 +68,93 @@ __device__ __forceinline__ running row_running(const T *at, int64_t words)
     return join_block(r);
 }
 
+/* Finite, so that e^(-inf - max) is 0 whatever was seen. */
+#define LOWEST (-1.0e38f)
+
+/* e^(x - from). f32 logits get the exact exponential; bf16 ones cannot tell it from the fast one.
+ */
+template <typename T> __device__ __forceinline__ float exp_from(float x, float from)
+{
+    constexpr float LOG2_E = 1.4426950408889634f;
+    if (sizeof(T) == 4)
+        return expf(x - from);
+    float power;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"((x - from) * LOG2_E));
+    return power;
+}
+
+/* Over groups of `width` lanes; all of them get it. */
+__device__ __forceinline__ running join_lanes(running r, int width)
+{
+    float max = r.max;
+    for (int o = width / 2; o > 0; o >>= 1)
+        max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, o));
+    return {max, group_sum(r.sum * expf(r.max - max), width)};
+}
+
+/* part: elements of a row that one block holds. */
 template <typename T, int N>
-__global__ void __launch_bounds__(ROW_THREADS)
+__global__ void __cluster_dims__(PART_BLOCKS, 1, 1) __launch_bounds__(PART_THREADS)
     cross_entropy_rows(float *__restrict__ row_loss, T *logits, const int32_t *__restrict__ labels,
-                       const float *__restrict__ seeds, int64_t words, int64_t stride,
+                       const float *__restrict__ seeds, int64_t words, int64_t stride, int64_t part,
                        bool gradient)
 {
-    int64_t row = blockIdx.x;
-    T *at = logits + row * stride;
-    int32_t label = labels[row];
-    running r = row_running<T, N>(at, words);
-    float lse = r.max + logf(r.sum);
-    if (threadIdx.x == 0)
-        row_loss[row] = lse - to_f32(at[label]);
-    if (!gradient)
-        return;
-    __syncthreads(); /* the label's logit is read before it becomes a gradient */
-    float seed = seeds[row];
-    /* Backwards: what was read last is still in L2. */
-    int64_t pieces = words / N;
-    for (int64_t n = pieces - 1 - threadIdx.x; n >= 0; n -= ROW_THREADS) {
-        float x[N];
-        load_any<T, N>(x, at + n * N);
+    extern __shared__ __align__(16) char shared[];
+    __shared__ running warps[PART_THREADS / 32], parts[PART_BLOCKS];
+    cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+    int64_t row = blockIdx.x / PART_BLOCKS, begin = blockIdx.x % PART_BLOCKS * part;
+    int n = (int)(words - begin < part ? words - begin : part), me = (int)threadIdx.x;
+    int label = (int)(labels[row] - begin); /* among the part's, or not */
+    T *at = logits + row * stride + begin, *held = reinterpret_cast<T *>(shared);
+    for (int j = me * N; j < n; j += PART_THREADS * N)
+        copy_ahead(reinterpret_cast<vec<T, N> *>(held + j), at + j);
+    copies_end();
+    copies_wait(); /* a thread works on what it copied itself */
+    running r = {LOWEST, 0};
+    for (int j = me * N; j < n; j += PART_THREADS * N) {
+        float x[N], top;
+        load_any<T, N>(x, held + j);
+        top = x[0];
+#pragma unroll
+        for (int i = 1; i < N; i++)
+            top = fmaxf(top, x[i]);
+        if (top > r.max) {
+            r.sum *= exp_from<T>(r.max, top);
+            r.max = top;
+        }
 #pragma unroll
         for (int i = 0; i < N; i++)
-            x[i] = (exp_of<T>(x[i] - lse) - (n * N + i == label ? 1.0f : 0.0f)) * seed;
-        store_f32<T, N>(at + n * N, x);
+            r.sum += exp_from<T>(x[i], r.max);
     }
+    r = join_lanes(r, 32);
+    if (me % 32 == 0)
+        warps[me / 32] = r;
+    __syncthreads();
+    if (me < 32) {
+        r = join_lanes(warps[me % (PART_THREADS / 32)], PART_THREADS / 32);
+        if (me < PART_BLOCKS)
+            *cluster.map_shared_rank(&parts[blockIdx.x % PART_BLOCKS], me) = r;
+    }
+    cluster.sync();
+    r = join_lanes(parts[me % PART_BLOCKS], PART_BLOCKS);
+    float lse = r.max + logf(r.sum);
+    bool mine = label >= 0 && label < n && label / N % PART_THREADS == me;
+    float at_label = mine ? to_f32(held[label]) : 0.0f;
+    if (mine)
+        row_loss[row] = lse - at_label;
+    if (!gradient)
+        return;
+    float seed = seeds[row];
+    for (int j = me * N; j < n; j += PART_THREADS * N) {
+        float x[N];
+        load_any<T, N>(x, held + j);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            x[i] = exp_from<T>(x[i], lse) * seed;
+        store_f32<T, N>(at + j, x);
+    }
+    if (mine)
+        at[label] = from_f32<T>((exp_from<T>(at_label, lse) - 1.0f) * seed);
 }
 
 static ith_status cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor logits,
@@ -99,11 +162,24 @@ static ith_status cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor lo
 {
     if (logits.shape[0] == 0)
         return ITH_OK;
-    bool wide = rows_aligned(logits, 16 / ith_dtype_bytes(logits.dtype));
+    int64_t size = ith_dtype_bytes(logits.dtype), words = logits.shape[1];
+    bool wide = rows_aligned(logits, 16 / size);
+    int64_t part = ith_round_up(ith_div_ceil(words, PART_BLOCKS), 16 / size), bytes = part * size;
+    if (bytes > MOST_SHARED)
+        return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED, "vocab_size %lld; the most is %lld",
+                        (long long)words, (long long)(PART_BLOCKS * MOST_SHARED / size));
 #define LAUNCH(N)                                                                                  \
-    cross_entropy_rows<T, N><<<(unsigned)logits.shape[0], ROW_THREADS, 0, ith_cuda_stream(ctx)>>>( \
-        (float *)row_loss.data, (T *)logits.data, (const int32_t *)labels.data,                    \
-        (const float *)seeds.data, logits.shape[1], logits.stride[0], gradient)
+    do {                                                                                           \
+        auto kernel = cross_entropy_rows<T, N>;                                                    \
+        ITH_CUDA_TRY(                                                                              \
+            ctx,                                                                                   \
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes), \
+            logits);                                                                               \
+        kernel<<<(unsigned)(logits.shape[0] * PART_BLOCKS), PART_THREADS, (size_t)bytes,           \
+                 ith_cuda_stream(ctx)>>>((float *)row_loss.data, (T *)logits.data,                 \
+                                         (const int32_t *)labels.data, (const float *)seeds.data,  \
+                                         words, logits.stride[0], part, gradient);                 \
+    } while (0)
     ITH_BY_TYPE(logits.dtype, {
         if (wide)
             LAUNCH(WIDE<T>);

@@ -125,6 +125,11 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM, TEAM == 512 ? 1 : 4)
     int64_t team = (int64_t)blockIdx.x * per_block + threadIdx.x / TEAM;
     int64_t teams = (int64_t)gridDim.x * per_block;
     float dw[ITEMS][N] = {}, r_next = team < a.rows ? rstd[team] : 0.0f;
+    vec<T, N> ws[ITEMS] = {};
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        if ((i * TEAM + lane) * N < a.width)
+            ws[i] = *reinterpret_cast<const vec<T, N> *>(w + (i * TEAM + lane) * N);
     fetch<T, N, ITEMS, TEAM>(buffers, a, team, x, dy, dres);
     for (int64_t row = team; row < a.rows; row += teams, side ^= 1) {
         const vec<T, N> *own = buffers + side * places + threadIdx.x;
@@ -139,13 +144,11 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM, TEAM == 512 ? 1 : 4)
                 continue;
             vec<T, N> xs = own[(X * ITEMS + i) * blockDim.x],
                       gs = own[(DY * ITEMS + i) * blockDim.x];
-            float f[N];
-            load_f32<T, N>(f, w + d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 float xh = to_f32(xs.v[j]) * r, g = to_f32(gs.v[j]);
                 dw[i][j] += g * xh;
-                dot += g * (a.w_offset + f[j]) * xh;
+                dot += g * (a.w_offset + to_f32(ws[i].v[j])) * xh;
             }
         }
         float mean = team_sum<TEAM>(dot) / (float)a.width;
@@ -158,10 +161,10 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM, TEAM == 512 ? 1 : 4)
                       gs = own[(DY * ITEMS + i) * blockDim.x];
             vec<T, N> through = dres ? own[(DRES * ITEMS + i) * blockDim.x] : vec<T, N>{};
             float f[N];
-            load_f32<T, N>(f, w + d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                float xh = to_f32(xs.v[j]) * r, h = to_f32(gs.v[j]) * (a.w_offset + f[j]);
+                float xh = to_f32(xs.v[j]) * r;
+                float h = to_f32(gs.v[j]) * (a.w_offset + to_f32(ws[i].v[j]));
                 f[j] = r * (h - xh * mean) + to_f32(through.v[j]);
             }
             store_f32<T, N>(dx + row * a.dx + d, f);

@@ -2,11 +2,11 @@
  *
  * A lane holds pieces of N elements in pairs, (i, i + half), so a rotation stays in its registers
  * and in-place calls are safe. A group of lanes (a power of two, up to a warp) owns a head vector;
- * a warp takes STEPS rounds of heads of one token and reads the token's angles once. Elements past
- * the rotated ones pair up, too. The first blocks work on q, the others on k.
- * Backward: each lane copies what it needs next to its own place in shared memory while it works
- * on what came before. The norm's weight gradient is summed as rmsnorm does: in registers, over the
- * block's groups, over blocks, in order. */
+ * a warp takes STEPS heads of one token per lane at a time and reads the token's angles once.
+ * Elements past the rotated ones pair up, too.
+ * Backward: the first blocks work on q, the others on k; each lane copies what it needs next to its
+ * own place in shared memory while it works on what came before. The norm's weight gradient is
+ * summed as rmsnorm does: in registers, over the block's groups, over blocks, in order. */
 #include "kernels/cuda/common.cuh"
 
 enum { THREADS = 128, MAX_DIM = 512, BLOCKS = ITH_CUDA_SMS * 4 };
@@ -151,83 +151,91 @@ __device__ __forceinline__ share share_at(const rope_args &a, const part &p, uin
     return s;
 }
 
-__device__ __forceinline__ const part &part_of(const rope_args &a)
-{
-    return a.parts[blockIdx.x >= a.parts[1].first_block];
-}
-
+/* A warp takes a token's heads of one part. */
 template <typename T, int N, int ITEMS, int STEPS>
 __global__ void __launch_bounds__(THREADS) rope_forward(const __grid_constant__ rope_args a)
 {
-    const part &p = part_of(a);
+    const part &p = a.parts[blockIdx.y];
+    uint32_t t = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
+    if (t >= a.tokens)
+        return;
     int lane = (int)threadIdx.x % a.group;
-    uint32_t stride = 32 / (uint32_t)a.group, warp = threadIdx.x / 32;
-    share at = share_at<STEPS>(a, p, (blockIdx.x - p.first_block) * (THREADS / 32) + warp);
-    if (!at.live)
-        return; /* a whole warp */
-    const T *x = (const T *)p.x + at.t * p.x_row, *w = (const T *)p.w;
-    int32_t p0 = a.ids[at.t];
-    vec<T, N> lo[STEPS][ITEMS] = {}, hi[STEPS][ITEMS] = {}, w_lo[ITEMS], w_hi[ITEMS];
-    turn<T, N> turns[ITEMS];
-    float squares[STEPS] = {};
+    uint32_t stride = 32 / (uint32_t)a.group;
+    const T *x = (const T *)p.x + t * p.x_row, *w = (const T *)p.w;
+    T *out = (T *)p.out + t * p.out_row;
+    pair d[ITEMS];
+    vec<T, N> w_lo[ITEMS] = {}, w_hi[ITEMS] = {};
+    turn<float, N> turns[ITEMS]; /* of what is not rotated: by no angle */
+    int32_t p0 = a.ids[t];
+    float inv_dim = 1.0f / (float)a.dim;
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++) { /* all reads first */
-        pair d = pair_at<N>(a, i * a.group + lane);
+    for (int i = 0; i < ITEMS; i++) {
+        turn<T, N> at = {};
+        d[i] = pair_at<N>(a, i * a.group + lane);
+        read_turn<T, N>(at, a, d[i], t, p0);
 #pragma unroll
-        for (int h = 0; h < STEPS; h++) {
-            const T *from = x + (at.head + h * stride) * p.x_head;
-            bool live = at.head + h * stride < p.heads;
-            if (live && d.live)
-                lo[h][i] = read<T, N>(from + d.lo);
-            if (live && d.both)
-                hi[h][i] = read<T, N>(from + d.hi);
+        for (int j = 0; j < N; j++) {
+            turns[i].c.v[j] = d[i].rotated ? to_f32(at.c.v[j]) : 1.0f;
+            turns[i].s.v[j] = to_f32(at.s.v[j]);
         }
-        if (w && d.live)
-            w_lo[i] = read<T, N>(w + d.lo);
-        if (w && d.both)
-            w_hi[i] = read<T, N>(w + d.hi);
+        if (w && d[i].live)
+            w_lo[i] = read<T, N>(w + d[i].lo);
+        if (w && d[i].both)
+            w_hi[i] = read<T, N>(w + d[i].hi);
     }
-#pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-        read_turn<T, N>(turns[i], a, pair_at<N>(a, i * a.group + lane), at.t, p0);
-#pragma unroll
-    for (int h = 0; h < STEPS; h++)
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++)
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                float l = to_f32(lo[h][i].v[j]), u = to_f32(hi[h][i].v[j]);
-                squares[h] += l * l + u * u;
-            }
-    for (int o = a.group / 2; w && o > 0; o >>= 1)
+    /* A warp stays together for the shuffles. */
+    uint32_t head = threadIdx.x % 32 / (uint32_t)a.group;
+    for (uint32_t first = 0; first < p.heads; first += STEPS * stride, head += STEPS * stride) {
+        vec<T, N> lo[STEPS][ITEMS] = {}, hi[STEPS][ITEMS] = {};
+        float squares[STEPS] = {};
 #pragma unroll
         for (int h = 0; h < STEPS; h++)
-            squares[h] += __shfl_xor_sync(0xffffffffu, squares[h], o);
 #pragma unroll
-    for (int h = 0; h < STEPS; h++) {
-        uint32_t head = at.head + h * stride;
-        if (head >= p.heads)
-            continue;
-        float r = w ? 1.0f / sqrtf(squares[h] / (float)a.dim + a.eps) : 1.0f;
-        if (w && lane == 0)
-            p.rstd[at.t * (int64_t)p.heads + head] = r;
-        T *to = (T *)p.out + at.t * p.out_row + head * p.out_head;
-#pragma unroll
-        for (int i = 0; i < ITEMS; i++) {
-            pair d = pair_at<N>(a, i * a.group + lane);
-            float l[N], u[N];
-            unpack<T, N>(l, lo[h][i]);
-            unpack<T, N>(u, hi[h][i]);
-            if (w) {
-                normalize<T, N>(l, r, w_lo[i], a.w_offset);
-                normalize<T, N>(u, r, w_hi[i], a.w_offset);
+            for (int i = 0; i < ITEMS; i++) {
+                const T *from = x + (head + h * stride) * p.x_head;
+                bool live = head + h * stride < p.heads;
+                if (live && d[i].live)
+                    lo[h][i] = read<T, N>(from + d[i].lo);
+                if (live && d[i].both)
+                    hi[h][i] = read<T, N>(from + d[i].hi);
             }
-            if (d.rotated)
-                rotate<T, N, false>(l, u, turns[i]);
-            if (d.live)
-                store_f32<T, N>(to + d.lo, l);
-            if (d.both)
-                store_f32<T, N>(to + d.hi, u);
+        if (w) {
+#pragma unroll
+            for (int h = 0; h < STEPS; h++) {
+#pragma unroll
+                for (int i = 0; i < ITEMS; i++)
+#pragma unroll
+                    for (int j = 0; j < N; j++) {
+                        float l = to_f32(lo[h][i].v[j]), u = to_f32(hi[h][i].v[j]);
+                        squares[h] += l * l + u * u;
+                    }
+                squares[h] = group_sum(squares[h], a.group);
+            }
+        }
+#pragma unroll
+        for (int h = 0; h < STEPS; h++) {
+            uint32_t own = head + h * stride;
+            if (own >= p.heads)
+                continue;
+            float r = w ? rsqrtf(squares[h] * inv_dim + a.eps) : 1.0f;
+            if (w && lane == 0)
+                p.rstd[t * (int64_t)p.heads + own] = r;
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++) {
+                T *to = out + own * p.out_head;
+                float l[N], u[N];
+                unpack<T, N>(l, lo[h][i]);
+                unpack<T, N>(u, hi[h][i]);
+                if (w) {
+                    normalize<T, N>(l, r, w_lo[i], a.w_offset);
+                    normalize<T, N>(u, r, w_hi[i], a.w_offset);
+                }
+                rotate<float, N, false>(l, u, turns[i]);
+                if (d[i].live)
+                    store_f32<T, N>(to + d[i].lo, l);
+                if (d[i].both)
+                    store_f32<T, N>(to + d[i].hi, u);
+            }
         }
     }
 }
@@ -310,7 +318,8 @@ __device__ __forceinline__ void join_groups(const rope_args &a, float *shared,
     }
 }
 
-/* g += what a lane's half pair adds to the norm's gradient: g becomes g w, dw and dot grow. */
+/* g: a lane's half pair of the gradient behind the norm, x: its input. g becomes g w; dw and dot
+ * grow. */
 template <typename T, int N>
 __device__ __forceinline__ void weigh(float (&g)[N], float (&dw)[N], float &dot, const vec<T, N> &x,
                                       const vec<T, N> &w, float r, float w_offset)
@@ -330,21 +339,23 @@ __global__ void __launch_bounds__(THREADS, 4) rope_backward(const __grid_constan
     extern __shared__ __align__(32) char shared[];
     constexpr int PLACES = STEPS * ITEMS * OPERANDS * THREADS;
     vec<T, N> *buffers = reinterpret_cast<vec<T, N> *>(shared);
-    const part &p = part_of(a);
+    const part &p = a.parts[blockIdx.x >= a.parts[1].first_block];
     int lane = (int)threadIdx.x % a.group;
     uint32_t stride = 32 / (uint32_t)a.group, step = p.blocks * (THREADS / 32);
     uint32_t n = (blockIdx.x - p.first_block) * (THREADS / 32) + threadIdx.x / 32;
     float dw_lo[ITEMS][N] = {}, dw_hi[ITEMS][N] = {};
     vec<T, N> w_lo[ITEMS] = {}, w_hi[ITEMS] = {};
+    float inv_dim = 1.0f / (float)a.dim;
+    pair d[ITEMS];
     for (int i = 0; i < 2 * STEPS * ITEMS * OPERANDS; i++) /* what no copy fills counts nothing */
         buffers[i * THREADS + threadIdx.x] = {};
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        pair d = pair_at<N>(a, i * a.group + lane);
-        if (p.w && d.live)
-            w_lo[i] = read<T, N>((const T *)p.w + d.lo);
-        if (p.w && d.both)
-            w_hi[i] = read<T, N>((const T *)p.w + d.hi);
+        d[i] = pair_at<N>(a, i * a.group + lane);
+        if (p.w && d[i].live)
+            w_lo[i] = read<T, N>((const T *)p.w + d[i].lo);
+        if (p.w && d[i].both)
+            w_hi[i] = read<T, N>((const T *)p.w + d[i].hi);
     }
     ahead<T, N, ITEMS, STEPS> next = {};
     share at = share_at<STEPS>(a, p, n), after = share_at<STEPS>(a, p, n += step);
@@ -359,47 +370,48 @@ __global__ void __launch_bounds__(THREADS, 4) rope_backward(const __grid_constan
         copies_end();
         p_after = a.ids[later.t]; /* the angles' addresses wait for it */
         copies_wait_but_last();
+        float lo[STEPS][ITEMS][N], hi[STEPS][ITEMS][N], dot[STEPS] = {};
+#pragma unroll
+        for (int h = 0; h < STEPS; h++)
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++) {
+                unpack<T, N>(lo[h][i], *place<T, N>(now_at, h * ITEMS + i, G_LO));
+                unpack<T, N>(hi[h][i], *place<T, N>(now_at, h * ITEMS + i, G_HI));
+                if (d[i].rotated)
+                    rotate<T, N, true>(lo[h][i], hi[h][i], now.turns[i]);
+                if (!p.w || at.head + h * stride >= p.heads)
+                    continue;
+                weigh<T, N>(lo[h][i], dw_lo[i], dot[h], *place<T, N>(now_at, h * ITEMS + i, X_LO),
+                            w_lo[i], now.r[h], a.w_offset);
+                weigh<T, N>(hi[h][i], dw_hi[i], dot[h], *place<T, N>(now_at, h * ITEMS + i, X_HI),
+                            w_hi[i], now.r[h], a.w_offset);
+            }
+        for (int o = a.group / 2; p.w && o > 0; o >>= 1)
+#pragma unroll
+            for (int h = 0; h < STEPS; h++)
+                dot[h] += __shfl_xor_sync(0xffffffffu, dot[h], o);
 #pragma unroll
         for (int h = 0; h < STEPS; h++) {
             uint32_t head = at.head + h * stride;
-            bool live = head < p.heads;
-            float lo[ITEMS][N], hi[ITEMS][N], dot = 0, r = now.r[h];
-#pragma unroll
-            for (int i = 0; i < ITEMS; i++) {
-                pair d = pair_at<N>(a, i * a.group + lane);
-                if (!live)
-                    continue;
-                unpack<T, N>(lo[i], *place<T, N>(now_at, h * ITEMS + i, G_LO));
-                unpack<T, N>(hi[i], *place<T, N>(now_at, h * ITEMS + i, G_HI));
-                if (d.rotated)
-                    rotate<T, N, true>(lo[i], hi[i], now.turns[i]);
-                if (!p.w)
-                    continue;
-                weigh<T, N>(lo[i], dw_lo[i], dot, *place<T, N>(now_at, h * ITEMS + i, X_LO),
-                            w_lo[i], r, a.w_offset);
-                weigh<T, N>(hi[i], dw_hi[i], dot, *place<T, N>(now_at, h * ITEMS + i, X_HI),
-                            w_hi[i], r, a.w_offset);
-            }
-            float back = p.w ? group_sum(dot, a.group) / (float)a.dim * r * r : 0.0f;
+            float r = now.r[h], back = dot[h] * inv_dim * r * r;
             T *to = (T *)p.out + at.t * p.out_row + head * p.out_head;
+            if (head >= p.heads)
+                continue;
 #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
-                pair d = pair_at<N>(a, i * a.group + lane);
-                if (!live)
-                    continue;
                 if (p.w) {
                     vec<T, N> x_lo = *place<T, N>(now_at, h * ITEMS + i, X_LO);
                     vec<T, N> x_hi = *place<T, N>(now_at, h * ITEMS + i, X_HI);
 #pragma unroll
                     for (int j = 0; j < N; j++) {
-                        lo[i][j] = r * lo[i][j] - back * to_f32(x_lo.v[j]);
-                        hi[i][j] = r * hi[i][j] - back * to_f32(x_hi.v[j]);
+                        lo[h][i][j] = r * lo[h][i][j] - back * to_f32(x_lo.v[j]);
+                        hi[h][i][j] = r * hi[h][i][j] - back * to_f32(x_hi.v[j]);
                     }
                 }
-                if (d.live)
-                    store_f32<T, N>(to + d.lo, lo[i]);
-                if (d.both)
-                    store_f32<T, N>(to + d.hi, hi[i]);
+                if (d[i].live)
+                    store_f32<T, N>(to + d[i].lo, lo[h][i]);
+                if (d[i].both)
+                    store_f32<T, N>(to + d[i].hi, hi[h][i]);
             }
         }
         at = after;
@@ -516,11 +528,9 @@ static ith_status qk_norm_rope_forward(ith_ctx *ctx, ith_tensor q_out, ith_tenso
                           cos, sin, position_ids, wide ? 16 / (int)ith_dtype_bytes(q.dtype) : 1);
     a.eps = eps;
     a.w_offset = w_offset;
+    dim3 grid((unsigned)ith_div_ceil(a.tokens, THREADS / 32), 2);
 #define LAUNCH(T, N, ITEMS, STEPS)                                                                 \
-    do {                                                                                           \
-        unsigned blocks = share_blocks(&a, STEPS, INT32_MAX);                                      \
-        rope_forward<T, N, ITEMS, STEPS><<<blocks, THREADS, 0, ith_cuda_stream(ctx)>>>(a);         \
-    } while (0)
+    rope_forward<T, N, ITEMS, STEPS><<<grid, THREADS, 0, ith_cuda_stream(ctx)>>>(a)
     BY_FORM(q.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, q);
