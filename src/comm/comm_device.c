@@ -1,5 +1,6 @@
 /* comm_device.c - groups over the links of devices. The ranks meet through their host group, which
  * also ends the job when a device group is lost. */
+#include <signal.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -66,7 +67,7 @@ static void lost(void *arg, const char *why)
     ith_log(ITH_LOG_ERROR, "comm", "rank %lld of %lld: %s", (long long)host->rank,
             (long long)host->size, why);
     ith_comm_abort(host, ith_exit_code(ITH_ERR_RUN));
-    _exit(ith_exit_code(ITH_ERR_RUN));
+    (void)kill(getpid(), SIGKILL);
 }
 
 /* Two ranks on one device. It may have several numbers, so it is told by its uuid. */
