@@ -418,6 +418,9 @@ static ith_status check_gpu_mesh(const ith_trainer *t, ith_error *err)
 {
     if (!t->mesh || !t->session.cuda)
         return ITH_OK;
+    if (t->hf.family == ITH_FAMILY_LLADA2)
+        return ith_config_fail(t->config, "device", err,
+                               "LLaDA2 on several ranks works on CPUs only so far (use cpu)");
     if (t->mesh->ep_size > 1)
         return ith_config_fail(t->config, "device", err,
                                "ep_size %lld: experts on other ranks work on CPUs only so far (use "
