@@ -565,7 +565,7 @@ __device__ __forceinline__ float rstd_of(const float (&x)[ITEMS][N], int64_t dim
 }
 
 template <typename T, int N, int ITEMS>
-__global__ void __launch_bounds__(NORM_WARPS * 32) gated_fwd(gated_args a, const float *w)
+__global__ void __launch_bounds__(NORM_WARPS * 32, 3) gated_fwd(gated_args a, const float *w)
 {
     int64_t dim = a.x.shape[2];
     float f[ITEMS][N];
@@ -679,7 +679,7 @@ static ith_status gated_rmsnorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x
     bool wide = rows_aligned(y, 4) && rows_aligned(x, 4) && rows_aligned(z, 4);
 #define LAUNCH(N, ITEMS)                                                                           \
     gated_fwd<T, N, ITEMS>                                                                         \
-        <<<grid_of(x.shape[0], 1, 1 << 20), NORM_WARPS * 32, 0, ith_cuda_stream(ctx)>>>(           \
+        <<<grid_of(x.shape[0], 1, NORM_BLOCKS), NORM_WARPS * 32, 0, ith_cuda_stream(ctx)>>>(           \
             a, (const float *)w.data)
     ITH_BY_TYPE(x.dtype, BY_DIM(x.shape[2], wide, LAUNCH));
 #undef LAUNCH
