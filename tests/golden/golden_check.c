@@ -700,11 +700,13 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
         record(r, fabs(stats.grad_norm - norm) / norm, i ? 3e-3 : 1e-5, "adamw step %d grad norm",
                (int)i + 1);
     }
-    /* A rank whose slice is one token shorter, whose group has no document, whose share of the images
-     * or (diffusion: the last layer runs on those rows) of the labels is not the largest possible,
-     * uses less. */
+    /* A rank whose slice is one token shorter, whose group has no document, whose share of the
+     * images or (diffusion: the last layer runs on those rows) of the labels is not the largest
+     * possible, or that passes states and has no document from end to end of its slice, uses less.
+     */
     bool full = o->mesh->dp_size == 1 && batch->num_tokens % o->mesh->cp_size == 0 &&
-                (o->mesh->cp_size == 1 || !(batch->num_grids || mask.block || mask.bidirectional));
+                (o->mesh->cp_size == 1 ||
+                 !(batch->num_grids || mask.block || mask.bidirectional || b.model->passes_states));
     for (int c = 0; c < ITH_MEM_CLASSES; c++) {
         const ith_plan *plan = b.session.ctx.plan;
         int64_t planned = ith_plan_peak(plan, (ith_mem_class)c),
@@ -812,11 +814,21 @@ static int32_t *json_ints(const json_t *list, int64_t *count)
     return out;
 }
 
+/* The head, float32, wherever it lies. */
 static void scale_head(ith_block_decoder *d, double scale)
 {
-    float *w = d->model->params[d->model->head].w.data; /* the CPU's, float32 */
-    for (int64_t i = 0; i < ith_numel(d->model->params[d->model->head].w); i++)
+    ith_device *dev = d->session.ctx.device;
+    ith_tensor head = d->model->params[d->model->head].w;
+    float *w = ith_malloc(ith_tensor_bytes(head));
+    if (!w)
+        exit(1);
+    die_on(dev->download(dev, w, head.data, ith_tensor_bytes(head), &err));
+    die_on(dev->sync(dev, &err));
+    for (int64_t i = 0; i < ith_numel(head); i++)
         w[i] *= (float)scale;
+    die_on(dev->upload(dev, head.data, w, ith_tensor_bytes(head), &err));
+    die_on(dev->sync(dev, &err));
+    ith_free(w);
 }
 
 /* batch > 1: the same prompt in every place must give the same answer in every place. */
