@@ -280,22 +280,27 @@ static ith_status give_plugin(loader *l, int plugin, const ith_yaml_node *key,
 
 /* ---- files of other programs ---- */
 
-static ith_status add_note(loader *l, const ith_yaml_node *where, const char *name, const char *why)
+static ith_status keep_note(loader *l, const ith_error *note)
 {
     struct ith_config_origin *origin = l->origin;
-    ith_error text = {0};
-    ith_yaml_fail(where, &text, "%s: not needed: %s", name, why);
     void *notes = origin->notes;
     ith_status status = ith_grow(&notes, &origin->cap_notes, origin->num_notes + 1,
                                  (int64_t)sizeof *origin->notes, "configuration", l->err);
     origin->notes = notes;
     ITH_TRY(status);
     origin->notes[origin->num_notes] =
-        ith_arena_strndup(&origin->arena, text.text, (int64_t)strlen(text.text));
+        ith_arena_strndup(&origin->arena, note->text, (int64_t)strlen(note->text));
     if (!origin->notes[origin->num_notes])
         return ith_fail(l->err, ITH_ERR_MEMORY, "out of memory while reading the configuration");
     origin->num_notes++;
     return ITH_OK;
+}
+
+static ith_status add_note(loader *l, const ith_yaml_node *where, const char *name, const char *why)
+{
+    ith_error note = {0};
+    ith_yaml_fail(where, &note, "%s: not needed: %s", name, why);
+    return keep_note(l, &note);
 }
 
 /* A value written by us that stands at the place of `where`. */
@@ -455,6 +460,11 @@ static ith_status give_section(loader *l, const char *section, const ith_yaml_no
 static ith_status give_foreign_file(loader *l, const ith_yaml_node *root)
 {
     ITH_TRY(give_keys(l, NULL, l->dialect->defaults, "defaults of another program"));
+    if (l->dialect->differs) {
+        ith_error note = {0};
+        ith_yaml_fail(root, &note, "read as %s: %s", l->dialect->name, l->dialect->differs);
+        ITH_TRY(keep_note(l, &note));
+    }
     for (int late = 0; late < 2; late++) {
         if (l->dialect == &ith_dialect_trl) {
             ITH_TRY(give_section(l, "", root, late));

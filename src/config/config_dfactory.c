@@ -144,5 +144,7 @@ static const char defaults[] = "learning_rate: 5.0e-5\n"
                                "optim_config: {name: adamw, weight_decay: 0.0}\n"
                                "diffusion_config: {name: random_mask}\n";
 
-const ith_dialect ith_dialect_dfactory = {"dFactory and VeOmni", keys,
-                                          (int)(sizeof keys / sizeof *keys), defaults};
+const ith_dialect ith_dialect_dfactory = {.name = "dFactory and VeOmni",
+                                          .keys = keys,
+                                          .num_keys = (int)(sizeof keys / sizeof *keys),
+                                          .defaults = defaults};

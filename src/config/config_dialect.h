@@ -29,6 +29,7 @@ typedef struct {
     const ith_dialect_key *keys;
     int num_keys;
     const char *defaults; /* our keys, as YAML, where theirs differ from ours */
+    const char *differs;  /* told of every file: what no key can say; NULL: nothing */
 } ith_dialect;
 
 extern const ith_dialect ith_dialect_dfactory; /* sections model: data: train: */

@@ -172,4 +172,10 @@ static const char defaults[] = "micro_batch_size: 8\n"
                                "logging_steps: 10\n"
                                "report_to: none\n";
 
-const ith_dialect ith_dialect_trl = {"TRL", keys, (int)(sizeof keys / sizeof *keys), defaults};
+const ith_dialect ith_dialect_trl = {
+    .name = "TRL",
+    .keys = keys,
+    .num_keys = (int)(sizeof keys / sizeof *keys),
+    .defaults = defaults,
+    .differs =
+        "the loss is on the answers, TRL's is on prompts too unless assistant_only_loss is true"};

@@ -404,9 +404,10 @@ static void test_dfactory_mistakes_are_named(void **state)
     assert_error("train:\n  tensor_parallel_size: 2\n",
                  "f.yaml:2:25: train.tensor_parallel_size: found 2 (use 1: there is no tensor "
                  "parallelism)");
-    assert_error("data:\n  data_type: plaintext\n",
-                 "f.yaml:2:14: data.data_type: found text 'plaintext' (use conversation or tokenid: "
-                 "the keys of a row tell which it is)");
+    assert_error(
+        "data:\n  data_type: plaintext\n",
+        "f.yaml:2:14: data.data_type: found text 'plaintext' (use conversation or tokenid: "
+        "the keys of a row tell which it is)");
     assert_error("train:\n  confidence_beta: -1\n",
                  "f.yaml:2:20: diffusion_config.confidence_beta: found -1 (use a number >= 0)");
     assert_error("train:\n  lr: fast\n",
@@ -450,8 +451,11 @@ static void test_trl_files_become_our_keys(void **state)
     assert_int_equal(c.dist_timeout, 60);
     assert_int_equal(c.cp_size, 4);
     assert_int_equal(c.seed, 7);
-    assert_int_equal(ith_config_num_notes(&c), 1);
+    assert_int_equal(ith_config_num_notes(&c), 2);
     assert_string_equal(ith_config_note(&c, 0),
+                        "f.yaml:1:1: read as TRL: the loss is on the answers, TRL's is on prompts "
+                        "too unless assistant_only_loss is true");
+    assert_string_equal(ith_config_note(&c, 1),
                         "f.yaml:6:1: pad_to_multiple_of: not needed: slices of a sequence need no "
                         "padding");
     assert_ok(ith_config_resolve_layout(&c, 8, &layout, &err), err);
