@@ -44,6 +44,17 @@ ith_status ith_block_settings(const ith_answering *a, const ith_args *args, ith_
     return ITH_OK;
 }
 
+ith_status ith_block_options_refuse(const ith_answering *a, const ith_args *args, ith_error *err)
+{
+    static const ith_option options[] = {ITH_BLOCK_OPTIONS};
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+        if (ith_args_given(args, options[i].name))
+            return ith_fail(err, ITH_ERR_USAGE,
+                            "--%s is for diffusion models, %s writes one token a step",
+                            options[i].name, a->hf.model_type);
+    return ITH_OK;
+}
+
 /* ---- drawing ---- */
 
 /* Columns of a character: two of the wide blocks of East Asia and of emoji. */

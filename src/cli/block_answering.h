@@ -56,6 +56,9 @@
 ith_status ith_block_settings(const ith_answering *a, const ith_args *args, ith_block_how *how,
                               ith_error *err);
 
+/* Fails when one of these options was given, for a model that is none of diffusion. */
+ith_status ith_block_options_refuse(const ith_answering *a, const ith_args *args, ith_error *err);
+
 /* One answer as it is written, on a terminal: the running block is drawn again at every token, with
  * marks for masks; finished blocks stay. */
 typedef struct {

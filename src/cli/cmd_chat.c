@@ -303,7 +303,9 @@ static ith_status run_chat(const ith_args *args, ith_error *err)
     if (status != ITH_OK)
         return status;
     c.blocks = c.a.hf.family == ITH_FAMILY_LLADA2;
-    status = add_image(&c, NULL, err);
+    status = c.blocks ? ITH_OK : ith_block_options_refuse(&c.a, args, err);
+    if (status == ITH_OK)
+        status = add_image(&c, NULL, err);
     for (int i = 0; status == ITH_OK && ith_args_each(args, "image", i); i++)
         status = add_image(&c, ith_args_each(args, "image", i), err);
     if (status == ITH_OK)

@@ -473,6 +473,8 @@ static ith_status run_generate(const ith_args *args, ith_error *err)
         status = ith_fail(err, ITH_ERR_USAGE,
                           "generate: --record is for diffusion models, %s writes one token a step",
                           a.hf.model_type);
+    if (status == ITH_OK && a.hf.family != ITH_FAMILY_LLADA2)
+        status = ith_block_options_refuse(&a, args, err);
     if (status == ITH_OK && l.count == 0)
         status = ith_fail(err, ITH_ERR_FORMAT, "%s: no prompt in it", args->positional[1]);
     if (status == ITH_OK)

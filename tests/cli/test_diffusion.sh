@@ -96,4 +96,9 @@ grep -q "^error: .*train_dataset: $good samples are trajectories of a diffusion 
 "$ithaca" generate causal rows.jsonl --record no.jsonl 2>log && fail "recorded"
 grep -q "^error: generate: --record is for diffusion models, qwen3 writes one token a step" log || { cat log; fail "another error"; }
 [ ! -e no.jsonl ] || fail "a record of nothing"
+for asked in "generate causal --prompt x --threshold 0.9" "chat causal --early-stop"; do
+    # shellcheck disable=SC2086
+    "$ithaca" $asked </dev/null >/dev/null 2>log && fail "$asked went on"
+    grep -q "^error: .*is for diffusion models, qwen3 writes one token a step" log || { cat log; fail "another error"; }
+done
 echo "forwards of $good answers: $before taught, $plain more training, $after distilled, $sure confidence-aware"
