@@ -854,18 +854,20 @@ static ith_status read_row(loader *l, int idx)
     return ith_config_add_problem(&l->problems, given->value, status, &err);
 }
 
-/* A key of a map whose name was not given, or names another plugin. */
+/* A key of a map whose name was not given, or names another plugin. Without any name the model may
+ * still decide on one (diffusion_config), so the keys have their defaults. */
 static ith_status refuse_row(loader *l, int idx)
 {
     const config_given *given = &l->origin->given[idx];
     const config_row *row = &ith_config_rows[idx];
     int plugin = ith_config_plugin_of(idx);
+    const ith_yaml_node *name = l->origin->given[plugin].value;
+    bool unnamed = !name && strcmp(ith_config_rows[plugin].default_text, "null") == 0;
     if (!given->value)
-        return ITH_OK;
+        return unnamed ? read_row(l, idx) : ITH_OK;
     ith_error err = {0};
     ith_status status = ITH_OK;
-    const ith_yaml_node *name = l->origin->given[plugin].value;
-    if (!name && strcmp(ith_config_rows[plugin].default_text, "null") == 0)
+    if (unnamed)
         status = ith_yaml_fail(given->key, &err, "%s: %s has no name (add name: %s)", row->name,
                                ith_config_rows[plugin].name, row->plugins ? row->plugins : "...");
     else

@@ -89,6 +89,10 @@ if script -qec true /dev/null >/dev/null 2>&1; then
     grep -q $'\033\\[2m_' screen || fail "no masks were drawn"
 fi
 
+# without a word of it in the file: block diffusion
+grep -v ^diffusion_config run.yaml >plain.yaml
+"$ithaca" train plain.yaml output_dir=plain max_steps=1 2>log || { cat log; fail "no diffusion_config"; }
+
 # trajectories are for diffusion models
 "$ithaca" init causal --size tiny --dtype float32 --vocab-size 400 --learn rows.jsonl >/dev/null
 "$ithaca" train run.yaml model=causal train_dataset=good.jsonl output_dir=no diffusion_config=null 2>log && fail "trained"

@@ -38,6 +38,9 @@ static void test_defaults_are_llamafactory_s(void **state)
     assert_int_equal(c.num_train_epochs, 3);
     assert_true(c.max_steps == ITH_CONFIG_UNSET);
     assert_true(fabs(c.max_grad_norm - 1) < 1e-18);
+    assert_int_equal(c.diffusion.name, ITH_DIFFUSION_NONE); /* a diffusion model has these, too */
+    assert_int_equal(c.diffusion.block_size, 32);
+    assert_true(c.diffusion.mask_token_id == ITH_CONFIG_UNSET);
     assert_true(c.bf16);
     assert_int_equal(c.batching_strategy, ITH_BATCHING_NORMAL);
     assert_true(c.enable_activation_checkpointing);
