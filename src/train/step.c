@@ -384,6 +384,13 @@ static ith_status refuse_too_large(ith_step *s, int64_t limit)
 {
     int64_t longest = 0, needed = ith_plan_total(s->ctx->plan);
     ITH_TRY(ith_step_longest(s, limit, &longest));
+    if (longest == 0)
+        return ith_fail(s->ctx->err, ITH_ERR_MEMORY,
+                        "%s: the model alone, with gradients and optimizer, does not fit: %.2f GiB "
+                        "for a micro-batch of %lld tokens, %.2f GiB may be used (master_dtype "
+                        "bfloat16 needs less; zero_stage shares it over ranks)",
+                        s->ctx->device->name, (double)needed / GIB, (long long)s->config.max_tokens,
+                        (double)limit / GIB);
     return ith_fail(s->ctx->err, ITH_ERR_MEMORY,
                     "%s: a micro-batch of %lld tokens needs %.2f GiB, %.2f GiB may be used; one "
                     "sequence of %lld tokens fits (cutoff_len, micro_batch_size; master_dtype "
