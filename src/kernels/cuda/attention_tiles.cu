@@ -8,6 +8,7 @@
  * computed: 2 forward, 7 backward (cuDNN's 5, for it adds dq up with atomics). Two blocks share a
  * multiprocessor, so that one multiplies while the other weighs. */
 #include "kernels/cuda/attention_mask.cuh"
+#include "kernels/cuda/hopper.cuh"
 
 enum { WARPS = 4, THREADS = 32 * WARPS, OTHER = 64, MAX_DIM = 256 };
 
@@ -103,35 +104,12 @@ __device__ __forceinline__ void multiply_add(float (&c)[32][4], const uint32_t (
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
 }
 
-/* Registers and shared memory are ready for products; products so far are one group; they are done.
- */
-__device__ __forceinline__ void products_begin()
-{
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void products_end()
-{
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-template <int LEFT> __device__ __forceinline__ void products_wait()
-{
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
-}
-
 /* Reads of c stay behind the wait before this. */
 template <int N> __device__ __forceinline__ void settle(float (&c)[N][4])
 {
 #pragma unroll
     for (int n = 0; n < N; n++)
         asm volatile("" : C4(n)::"memory");
-}
-
-/* What threads wrote to shared memory is seen by products after the next barrier. */
-__device__ __forceinline__ void publish()
-{
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 /* Two units in the last place: far below the rounding of weights to bf16. */
@@ -154,11 +132,6 @@ template <int D> constexpr int PANELS = (D + 63) / 64;
 /* Elements of 64 rows, and bytes of a panel of them. Tiles of more rows are several of these. */
 template <int D> constexpr int TILE = PANELS<D> * 64 * 64;
 enum { PANEL_BYTES = 64 * 64 * 2 };
-
-__device__ __forceinline__ uint32_t shared_at(const void *p)
-{
-    return (uint32_t)__cvta_generic_to_shared(p);
-}
 
 /* Rows [row0, row0 + 64) of one head; zeros from `end` and from dim on. */
 template <int D>
@@ -412,32 +385,32 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>)
     for (int32_t i = 0; i < total; i++) {
         fetch(i + 1);
         copies_wait_but_last();
-        publish();
+        written_for_engines();
         __syncthreads();
         tile t = tile_at(w, i);
         uint32_t ks = shared_at(stages + i % 2 * 2 * TILE<D>), vs = ks + TILE<D> * 2;
         bool hidden = !covers(mine, t);
         float s[M][OTHER / 8][4];
         left_operands p[M];
-        products_begin();
+        wgmma_begin();
 #pragma unroll
         for (int m = 0; m < M; m++) {
             product<D>(s[m], qs + m * TILE<D> * 2, ks);
-            products_end();
+            wgmma_commit();
         }
 #pragma unroll
         for (int m = 0; m < M; m++) { /* the other half multiplies while this one weighs */
-            products_wait<M - 1>();
+            wgmma_wait<M - 1>();
             settle(s[m]);
             if (hidden)
                 hide(s[m], own + m * 64 + first, t.part, t.begin, lane, -INFINITY);
             weigh<D>(s[m], acc[m], top[m], sum[m], a.scale * LOG2_E);
             as_left(p[m], s[m]);
-            products_begin();
+            wgmma_begin();
             add_product<D>(acc[m], p[m], vs);
-            products_end();
+            wgmma_commit();
         }
-        products_wait<0>();
+        wgmma_wait<0>();
 #pragma unroll
         for (int m = 0; m < M; m++)
             settle(acc[m]);
@@ -515,18 +488,18 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>) tiles_dq(const __grid_cons
     for (int32_t i = 0; i < total; i++) {
         fetch(i + 1);
         copies_wait_but_last();
-        publish();
+        written_for_engines();
         __syncthreads();
         tile t = tile_at(w, i);
         uint32_t ks = shared_at(stages + i % 2 * 2 * TILE<D>);
         float s[OTHER / 8][4], dp[OTHER / 8][4];
         left_operands ds;
-        products_begin();
+        wgmma_begin();
         product<D>(s, qs, ks);
-        products_end();
+        wgmma_commit();
         product<D>(dp, gs, ks + TILE<D> * 2);
-        products_end();
-        products_wait<1>();
+        wgmma_commit();
+        wgmma_wait<1>();
         settle(s);
 #pragma unroll
         for (int n = 0; n < OTHER / 8; n++)
@@ -535,7 +508,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>) tiles_dq(const __grid_cons
                 s[n][j] = power_of_two(s[n][j] * (a.scale * LOG2_E) - lse[j / 2]);
         if (!covers(mine, t))
             hide(s, own + first, t.part, t.begin, lane, 0.0f);
-        products_wait<0>();
+        wgmma_wait<0>();
         settle(dp);
 #pragma unroll
         for (int n = 0; n < OTHER / 8; n++)
@@ -543,10 +516,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>) tiles_dq(const __grid_cons
             for (int j = 0; j < 4; j++)
                 s[n][j] *= dp[n][j] - delta[j / 2];
         as_left(ds, s);
-        products_begin();
+        wgmma_begin();
         add_product<D>(acc, ds, ks);
-        products_end();
-        products_wait<0>();
+        wgmma_commit();
+        wgmma_wait<0>();
         settle(acc);
         __syncthreads();
     }
@@ -599,20 +572,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>)
     for (int32_t i = 0; i < total; i++) {
         fetch(i + 1);
         copies_wait_but_last();
-        publish();
+        written_for_engines();
         __syncthreads();
         tile t = tile_at(w, i % each);
         uint32_t qs = shared_at(stages + i % 2 * 2 * TILE<D>), gs = qs + TILE<D> * 2;
         const float *lse = stats[i % 2][0] + lane % 4 * 2, *delta = lse + OTHER;
         float p[OTHER / 8][4], ds[OTHER / 8][4];
         left_operands left_p, left_ds;
-        products_begin();
+        wgmma_begin();
         product<D>(p, ks, qs);
-        products_end();
+        wgmma_commit();
         if constexpr (DK)
             product<D>(ds, vs, gs);
-        products_end();
-        products_wait<1>();
+        wgmma_commit();
+        wgmma_wait<1>();
         settle(p);
 #pragma unroll
         for (int n = 0; n < OTHER / 8; n++)
@@ -623,12 +596,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>)
             hide(p, own + first, t.part, t.begin, lane, 0.0f);
         if constexpr (DV) {
             as_left(left_p, p);
-            products_begin();
+            wgmma_begin();
             add_product<D>(dv, left_p, gs);
         }
-        products_end();
+        wgmma_commit();
         if constexpr (DK) {
-            products_wait<1>();
+            wgmma_wait<1>();
             settle(ds);
 #pragma unroll
             for (int n = 0; n < OTHER / 8; n++)
@@ -636,11 +609,11 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>)
                 for (int j = 0; j < 4; j++)
                     ds[n][j] = (ds[n][j] - delta[n * 8 + j % 2]) * p[n][j];
             as_left(left_ds, ds);
-            products_begin();
+            wgmma_begin();
             add_product<D>(dk, left_ds, qs);
-            products_end();
+            wgmma_commit();
         }
-        products_wait<0>();
+        wgmma_wait<0>();
         settle(dv);
         settle(dk);
         __syncthreads();
