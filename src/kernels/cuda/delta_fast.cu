@@ -126,6 +126,29 @@ __device__ __forceinline__ void mma2(float (&d0)[4], float (&d1)[4], const uint3
     mma(d1, a, b[2], b[3]);
 }
 
+/* total += a b (TURN: a^T b), rows m .. m + 15, columns half .. half + 8 N of b; a triangular
+ * [C,C], b [C,COLS]. */
+template <bool TURN, int COLS, int N>
+__device__ __forceinline__ void add_triangle(float (&total)[N][4], const bf16 *a, const bf16 *b,
+                                             int m, int half)
+{
+#pragma unroll
+    for (int k = 0; k < C; k += 16) {
+        if (TURN ? k < m : k > m)
+            continue;
+        uint32_t f[4], r[4];
+        if (TURN)
+            left_t<C>(f, a, m, k);
+        else
+            left<C>(f, a, m, k);
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            right<COLS>(r, b, k, half + n * 8);
+            mma2(total[n], total[n + 1], f, r);
+        }
+    }
+}
+
 __device__ __forceinline__ uint32_t tf32(float x)
 {
     uint32_t r;
@@ -495,17 +518,7 @@ template <int COLS, bool OUT> __global__ void __launch_bounds__(THREADS, 1) scan
             }
         __syncthreads();
         float zx[TILES][4] = {};
-#pragma unroll
-        for (int k = 0; k < C; k += 16)
-            if (k <= m) {
-                uint32_t f[4], b[4];
-                left<C>(f, in->z, m, k);
-#pragma unroll
-                for (int n = 0; n < TILES; n += 2) {
-                    right<COLS>(b, sh->x, k, half + n * 8);
-                    mma2(zx[n], zx[n + 1], f, b);
-                }
-            }
+        add_triangle<false, COLS>(zx, in->z, sh->x, m, half);
 #pragma unroll
         for (int n = 0; n < TILES; n++)
 #pragma unroll
@@ -528,17 +541,7 @@ template <int COLS, bool OUT> __global__ void __launch_bounds__(THREADS, 1) scan
                     int i = m + g + e / 2 * 8;
                     o[n][e] *= in->decay[i] * in->q_norm[i];
                 }
-#pragma unroll
-            for (int k = 0; k < C; k += 16)
-                if (k <= m) {
-                    uint32_t f[4], b[4];
-                    left<C>(f, in->p, m, k);
-#pragma unroll
-                    for (int n = 0; n < TILES; n += 2) {
-                        right<COLS>(b, sh->y, k, half + n * 8);
-                        mma2(o[n], o[n + 1], f, b);
-                    }
-                }
+            add_triangle<false, COLS>(o, in->p, sh->y, m, half);
 #pragma unroll
             for (int n = 0; n < TILES; n++)
 #pragma unroll
@@ -740,28 +743,6 @@ __device__ __forceinline__ void product_t(float (&t)[SIDE / 8][4], const bf16 *a
         for (int n = 0; n < SIDE / 8; n += 2) {
             right_t<DIM>(r, b, k, half + n * 8);
             mma2(t[n], t[n + 1], f, r);
-        }
-    }
-}
-
-/* total += a b (TURN: a^T b), a triangular [C,C], b [C,DIM]. */
-template <bool TURN>
-__device__ __forceinline__ void add_triangle(float (&total)[SIDE / 8][4], const bf16 *a,
-                                             const bf16 *b, int m, int half)
-{
-#pragma unroll
-    for (int k = 0; k < C; k += 16) {
-        uint32_t f[4], r[4];
-        if (TURN ? k < m : k > m)
-            continue;
-        if (TURN)
-            left_t<C>(f, a, m, k);
-        else
-            left<C>(f, a, m, k);
-#pragma unroll
-        for (int n = 0; n < SIDE / 8; n += 2) {
-            right<DIM>(r, b, k, half + n * 8);
-            mma2(total[n], total[n + 1], f, r);
         }
     }
 }
@@ -1016,10 +997,10 @@ __global__ void __launch_bounds__(GRAD_THREADS, 1) grads(const delta_args a)
         __syncthreads();
         if (head + 1 < end) /* over what is read no more */
             fetch_head(sh, a, chunk, head + 1);
-        add_triangle<false>(dq, sh->np_k, sh->k, m, half);
-        add_triangle<false>(dk, sh->nk_k, sh->k, m, half);
-        add_triangle<true>(dk, sh->np_q, sh->q, m, half);
-        add_triangle<true>(dk, sh->nk_t, sh->k, m, half);
+        add_triangle<false, DIM>(dq, sh->np_k, sh->k, m, half);
+        add_triangle<false, DIM>(dk, sh->nk_k, sh->k, m, half);
+        add_triangle<true, DIM>(dk, sh->np_q, sh->q, m, half);
+        add_triangle<true, DIM>(dk, sh->nk_t, sh->k, m, half);
         if (warp == 0)
             finish_decay(sh, a, chunk, head, last);
     }
