@@ -110,6 +110,7 @@ struct ith_backend {
     ITH_OP(adamw, ith_t_ w, ith_t_ master, ith_t_ m, ith_t_ v, ith_t_ grad, ith_t_ scale,
            ith_adamw_hyper hyper, uint64_t seed, int64_t first, bool zero_grad);
     bool overwrites; /* weight products know ctx->overwrite */
+    bool windows;    /* attention knows windows, see ith_seqs */
 };
 
 /* Plain C, single-threaded, F32/BF16/F64: the meaning of every operator. */

@@ -3,6 +3,7 @@
 #ifndef ITH_KERNELS_CTX_H
 #define ITH_KERNELS_CTX_H
 
+#include "base/checked.h"
 #include "base/device.h"
 #include "base/plan.h"
 #include "base/pool.h"
@@ -57,7 +58,33 @@ typedef struct {
      * of a row: in its document, from 0 in both parts. Absent: no noisy rows. */
     ith_tensor noisy, position; /* [num_docs], [rows] I32 on the device */
     const int32_t *noisy_host, *position_host;
+    /* Parts of the batch: q has its rows from q_first on, k and v those from k_first on, as many as
+     * the tensors have. All else still describes the whole batch. */
+    bool window;
+    int64_t q_first, k_first;
 } ith_seqs;
+
+/* A document in a window: its first row in the batch, and of its rows those that q has, [q_lo,
+ * q_hi), and that k has. Without a window: all of them, or (k_rows != q_rows) the keys of a
+ * rectangle. */
+typedef struct {
+    int64_t begin, len, q_lo, q_hi, k_lo, k_hi;
+} ith_document;
+
+static inline ith_document ith_document_of(const ith_seqs *s, int64_t begin, int64_t end,
+                                           int64_t q_rows, int64_t k_rows)
+{
+    int64_t len = end - begin, keys = !s->window && k_rows != q_rows ? k_rows : len;
+    ith_document d = {begin, len, 0, len, 0, keys};
+    if (!s->window)
+        return d;
+    int64_t q0 = s->q_first - begin, k0 = s->k_first - begin;
+    d.q_lo = ith_min_i64(ith_max_i64(q0, 0), len);
+    d.q_hi = ith_max_i64(ith_min_i64(q0 + q_rows, len), d.q_lo);
+    d.k_lo = ith_min_i64(ith_max_i64(k0, 0), len);
+    d.k_hi = ith_max_i64(ith_min_i64(k0 + k_rows, len), d.k_lo);
+    return d;
+}
 
 /* Keys that a row sees, as rows of its document: [lo[0], hi[0]) and [lo[1], hi[1]). Stretch 0 lies
  * in the noisy part, stretch 1 in the clean part (of a document without noisy rows: all of it). */

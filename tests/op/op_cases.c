@@ -475,6 +475,56 @@ static ith_status attention_blocks_backward(op_run *r, const int64_t *a)
     return block_attention(r, a, true);
 }
 
+/* Windows: rows [q0, q1) against keys [k0, k1) of such a batch, in thousandths of its rows; block
+ * -1: no mask but the documents. Backward reads the statistics of the whole attention. */
+enum { WIN_Q0 = BLK_PAD, WIN_Q1, WIN_K0, WIN_K1 };
+
+static ith_status window_attention(op_run *r, const int64_t *a, bool backward)
+{
+    int64_t block_args[] = {a[BLK_DOCS], ith_max_i64(a[BLK_SIZE], 0), a[BLK_KEEP]};
+    int64_t rows = 0, hq = a[BLK_HQ], hkv = a[BLK_HKV], dim = a[BLK_DH];
+    ith_seqs whole = make_block_seqs(r, block_args, &rows), seqs = whole;
+    int64_t q0 = rows * a[WIN_Q0] / 1000, q1 = rows * a[WIN_Q1] / 1000;
+    int64_t k0 = rows * a[WIN_K0] / 1000, k1 = rows * a[WIN_K1] / 1000;
+    bool causal = a[BLK_SIZE] >= 0;
+    float scale = 1 / sqrtf((float)dim);
+    seqs.window = true;
+    seqs.q_first = q0;
+    seqs.k_first = k0;
+    ith_tensor q = heads(r, OP_IN, OP_ACT, "q", op_normal, rows, hq, dim, 0);
+    ith_tensor k = heads(r, OP_IN, OP_ACT, "k", op_normal, rows, hkv, dim, 0);
+    ith_tensor v = heads(r, OP_IN, OP_ACT, "v", op_normal, rows, hkv, dim, 0);
+    ith_tensor part_q = ith_row_range(q, q0, q1), part_k = ith_row_range(k, k0, k1),
+               part_v = ith_row_range(v, k0, k1);
+    if (!backward) {
+        ith_tensor o = heads(r, OP_OUT, OP_STAT, "o", NULL, q1 - q0, hq, dim, 0);
+        ith_tensor lse = matrix(r, OP_OPAQUE, OP_STAT, "lse", NULL, q1 - q0, hq, 0);
+        OP_READY(r);
+        return ith_attention_forward(r->ctx, o, lse, part_q, part_k, part_v, seqs, scale, causal);
+    }
+    ith_tensor o = heads(r, OP_OUT, OP_ACT, "o", NULL, rows, hq, dim, 0);
+    ith_tensor lse = matrix(r, OP_OPAQUE, OP_STAT, "lse", NULL, rows, hq, 0);
+    ith_tensor do_ = heads(r, OP_IN, OP_ACT, "do", op_normal, q1 - q0, hq, dim, 0);
+    ith_tensor dq = heads(r, OP_OUT, OP_STAT, "dq", NULL, q1 - q0, hq, dim, 0);
+    ith_tensor dk = heads(r, OP_OUT, OP_STAT, "dk", NULL, k1 - k0, hkv, dim, 0);
+    ith_tensor dv = heads(r, OP_OUT, OP_STAT, "dv", NULL, k1 - k0, hkv, dim, 0);
+    OP_READY(r);
+    ITH_TRY(ith_attention_forward(r->ctx, o, lse, q, k, v, whole, scale, causal));
+    return ith_attention_backward(r->ctx, dq, dk, dv, do_, part_q, part_k, part_v,
+                                  ith_row_range(o, q0, q1), ith_row_range(lse, q0, q1), seqs, scale,
+                                  causal);
+}
+
+static ith_status attention_window_forward(op_run *r, const int64_t *a)
+{
+    return window_attention(r, a, false);
+}
+
+static ith_status attention_window_backward(op_run *r, const int64_t *a)
+{
+    return window_attention(r, a, true);
+}
+
 enum { DEC_B, DEC_NEW, DEC_C, DEC_HQ, DEC_HKV, DEC_DH };
 
 /* Lengths: full, idle, and random ones that hold the new rows. */
@@ -983,6 +1033,8 @@ FAMILY(attention_blocks_forward, false, FLOOR_ATTENTION, "docs block keep Hq Hkv
 FAMILY(attention_blocks_backward, false, FLOOR_ATTENTION, "docs block keep Hq Hkv Dh pad")
 FAMILY(attention_rectangle_forward, false, FLOOR_ATTENTION, "Q K Hq Hkv Dh")
 FAMILY(attention_rectangle_backward, false, FLOOR_PARTS, "Q K Hq Hkv Dh")
+FAMILY(attention_window_forward, false, FLOOR_ATTENTION, "docs block keep Hq Hkv Dh q0 q1 k0 k1")
+FAMILY(attention_window_backward, false, FLOOR_PARTS, "docs block keep Hq Hkv Dh q0 q1 k0 k1")
 FAMILY(attention_merge, false, FLOOR, "T Hq Dh")
 FAMILY(attention_decode, false, FLOOR_ATTENTION, "B new C Hq Hkv Dh")
 FAMILY(swiglu_forward, false, FLOOR, "T I pad")

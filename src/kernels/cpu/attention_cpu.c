@@ -42,8 +42,10 @@ static ith_status forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor
     a.thread_bytes = level->attention_bytes(&a, false);
     ITH_ASSERT(ctx->scratch_bytes >= a.thread_bytes * ith_pool_threads(ctx->pool));
     int64_t tiles = 0;
-    for (int64_t doc = 0; doc < seqs.num_docs; doc++)
-        tiles += ith_div_ceil(seqs.cu_host[doc + 1] - seqs.cu_host[doc], a.q_block);
+    for (int64_t doc = 0; doc < seqs.num_docs; doc++) {
+        ith_document d = ith_cpu_document(&a, doc);
+        tiles += ith_div_ceil(d.q_hi - d.q_lo, a.q_block);
+    }
     ith_pool_for(ctx->pool, tiles * k.shape[1], 1, level->attention_forward, &a);
     return ITH_OK;
 }

@@ -16,11 +16,12 @@
 
 typedef struct {
     bool pairs, bf16;
-    int64_t dim, group, begin, len; /* document */
-    int64_t kv_head, pad, cols;     /* pad: columns of one head; cols = group * pad */
-    int64_t i0, num_q;              /* query positions of this tile, within the document */
+    int64_t dim, group;
+    ith_document doc;
+    int64_t q_begin, k_begin;   /* rows of q and of k where the document begins, or would */
+    int64_t kv_head, pad, cols; /* pad: columns of one head; cols = group * pad */
+    int64_t i0, num_q;          /* query positions of this tile, within the document */
     int64_t kd_dim, dim_ld;
-    int64_t keys;  /* of the document: len, or in a rectangle all that k has */
     int64_t noisy; /* rows of the document's noisy part */
     /* Keys that a query position sees: [lo[i], hi[i]), noisy stretch, then clean one: [2*pad]. Of a
      * stretch: all keys that any of them sees, and those that all of them see. */
@@ -32,7 +33,7 @@ typedef struct {
     uint32_t *qp, *dop, *kp, *vp, *ktp, *p; /* packed operands */
     uint32_t *q_of, *do_of, *side;          /* backward: packed by queries; transposed P or dS */
     void *pt, *dst; /* backward: P and dS, [KV_BLOCK, cols] of the operand type */
-    float *dk, *dv; /* backward: [keys, dim_ld] */
+    float *dk, *dv; /* backward: [k_hi, dim_ld] */
 } flash;
 
 static int64_t flash_layout(const ith_cpu_attention *a, flash *f, char *base, bool backward)
@@ -121,7 +122,7 @@ static void flash_pack_columns(const flash *f, uint32_t *dst, ith_tensor t)
 {
     memset(dst, 0, (size_t)(f->cols * f->kd_dim) * 4);
     for (int64_t g = 0; g < f->group; g++) {
-        ith_cpu_matrix m = head_matrix(t, f->begin + f->i0, f->kv_head * f->group + g, true);
+        ith_cpu_matrix m = head_matrix(t, f->q_begin + f->i0, f->kv_head * f->group + g, true);
         pack(dst + g * f->pad * f->kd_dim, NR, &m, 0, f->num_q, 0, f->dim, f->pairs);
     }
 }
@@ -145,12 +146,12 @@ INLINE void flash_put(const flash *f, uint32_t *dst, int64_t kd, int64_t row, in
     }
 }
 
-/* Begin, length, keys and noisy rows of a document. */
+/* Where a document lies, and its noisy rows. */
 static void flash_document(const ith_cpu_attention *a, flash *f, int64_t doc)
 {
-    f->begin = a->seqs.cu_host[doc];
-    f->len = a->seqs.cu_host[doc + 1] - f->begin;
-    f->keys = a->k.shape[0] != a->q.shape[0] ? a->k.shape[0] : f->len;
+    f->doc = ith_cpu_document(a, doc);
+    f->q_begin = f->doc.begin - a->seqs.q_first;
+    f->k_begin = f->doc.begin - a->seqs.k_first;
     f->noisy = a->seqs.noisy_host ? a->seqs.noisy_host[doc] : 0;
 }
 
@@ -158,15 +159,19 @@ static void flash_document(const ith_cpu_attention *a, flash *f, int64_t doc)
  * keys of its own. */
 static void flash_limits(const ith_cpu_attention *a, flash *f)
 {
+    const ith_document *d = &f->doc;
+    int64_t keys = ith_max_i64(d->len, d->k_hi);
     for (int part = 0; part < 2; part++) {
-        f->any_lo[part] = f->all_hi[part] = f->keys;
-        f->any_hi[part] = f->all_lo[part] = 0;
+        f->any_lo[part] = f->all_hi[part] = d->k_hi;
+        f->any_hi[part] = f->all_lo[part] = d->k_lo;
     }
     for (int64_t i = 0; i < f->pad; i++) {
         int64_t row = f->i0 + ith_min_i64(i, f->num_q - 1);
-        int64_t position = row < f->noisy ? a->seqs.position_host[f->begin + row] : 0;
-        ith_key_range r = ith_keys_seen(a->seqs.block, a->causal, f->keys, f->noisy, row, position);
+        int64_t position = row < f->noisy ? a->seqs.position_host[d->begin + row] : 0;
+        ith_key_range r = ith_keys_seen(a->seqs.block, a->causal, keys, f->noisy, row, position);
         for (int part = 0; part < 2; part++) {
+            r.lo[part] = ith_max_i64(r.lo[part], d->k_lo);
+            r.hi[part] = ith_min_i64(r.hi[part], d->k_hi);
             f->lo[part * f->pad + i] = (int32_t)r.lo[part];
             f->hi[part * f->pad + i] = (int32_t)r.hi[part];
             f->all_lo[part] = ith_max_i64(f->all_lo[part], r.lo[part]);
@@ -237,7 +242,7 @@ static void flash_store(const flash *f, ith_tensor t)
         transpose(f->rows, f->dim, f->out + g * f->pad, f->cols, f->dim, f->num_q);
         for (int64_t i = 0; i < f->num_q; i++) {
             int64_t at =
-                (f->begin + f->i0 + i) * t.stride[0] + (f->kv_head * f->group + g) * t.stride[1];
+                (f->q_begin + f->i0 + i) * t.stride[0] + (f->kv_head * f->group + g) * t.stride[1];
             store_row((char *)t.data + at * ith_dtype_bytes(t.dtype), t.dtype, f->rows + i * f->dim,
                       f->dim, false);
         }
@@ -249,8 +254,8 @@ static void flash_forward_block(const ith_cpu_attention *a, flash *f, int part, 
                                 int64_t n, bool first)
 {
     int64_t kd = operand_kd(f, n);
-    ith_cpu_matrix k = head_matrix(a->k, f->begin + j0, f->kv_head, true);
-    ith_cpu_matrix v = head_matrix(a->v, f->begin + j0, f->kv_head, false);
+    ith_cpu_matrix k = head_matrix(a->k, f->k_begin + j0, f->kv_head, true);
+    ith_cpu_matrix v = head_matrix(a->v, f->k_begin + j0, f->kv_head, false);
     pack(f->kp, MR, &k, 0, n, 0, f->dim, f->pairs);
     pack(f->vp, MR, &v, 0, f->dim, 0, n, f->pairs);
     flash_product(n, f->cols, f->kd_dim, f->kp, f->qp, f->s, f->cols, false, f->pairs);
@@ -258,6 +263,16 @@ static void flash_forward_block(const ith_cpu_attention *a, flash *f, int part, 
     for (int64_t c = 0; c < f->cols; c += VW)
         flash_softmax(f, part, j0, n, c, a->scale, masked, first);
     flash_product(f->dim, f->cols, kd, f->vp, f->p, f->out, f->cols, !first, f->pairs);
+}
+
+/* No key of the window for the whole tile. */
+static void flash_sees_nothing(flash *f)
+{
+    memset(f->out, 0, (size_t)(f->dim * f->cols) * 4);
+    for (int64_t c = 0; c < f->cols; c++) {
+        f->max[c] = -__builtin_inff();
+        f->sum[c] = 0.0f;
+    }
 }
 
 static void flash_forward_tile(const ith_cpu_attention *a, flash *f)
@@ -271,16 +286,19 @@ static void flash_forward_tile(const ith_cpu_attention *a, flash *f)
             flash_forward_block(a, f, part, j0, n, first);
             first = false;
         }
+    if (first)
+        flash_sees_nothing(f);
     for (int64_t d = 0; d < f->dim; d++)
         for (int64_t c = 0; c < f->cols; c += VW) {
-            V x = v_load_f32(f->out + d * f->cols + c) / v_load_f32(f->sum + c);
+            V sum = v_load_f32(f->sum + c), x = v_load_f32(f->out + d * f->cols + c);
+            x = v_select(sum == v_set(0.0f), x, x / sum); /* of a query without keys: 0 */
             memcpy(f->out + d * f->cols + c, &x, sizeof x);
         }
     flash_store(f, a->o);
     for (int64_t g = 0; g < f->group; g++)
         for (int64_t i = 0; i < f->num_q; i++) {
             int64_t c = g * f->pad + i, h = f->kv_head * f->group + g;
-            ((float *)a->lse.data)[(f->begin + f->i0 + i) * a->q.shape[1] + h] =
+            ((float *)a->lse.data)[(f->q_begin + f->i0 + i) * a->q.shape[1] + h] =
                 f->max[c] + logf(f->sum[c]);
         }
 }
@@ -296,13 +314,13 @@ static void attention_forward(void *arg, int64_t begin, int64_t end, int thread)
         f.kv_head = index % a->k.shape[1];
         for (;; doc++) {
             flash_document(a, &f, doc);
-            int64_t tiles = ith_div_ceil(f.len, a->q_block);
+            int64_t tiles = ith_div_ceil(f.doc.q_hi - f.doc.q_lo, a->q_block);
             if (tile_idx < tiles)
                 break;
             tile_idx -= tiles;
         }
-        f.i0 = tile_idx * a->q_block;
-        f.num_q = ith_min_i64(a->q_block, f.len - f.i0);
+        f.i0 = f.doc.q_lo + tile_idx * a->q_block;
+        f.num_q = ith_min_i64(a->q_block, f.doc.q_hi - f.i0);
         flash_forward_tile(a, &f);
     }
 }
@@ -315,7 +333,7 @@ static void flash_load_stats(const ith_cpu_attention *a, flash *f)
     for (int64_t g = 0; g < f->group; g++)
         for (int64_t i = 0; i < f->pad; i++) {
             int64_t c = g * f->pad + i, h = f->kv_head * f->group + g;
-            int64_t t = f->begin + f->i0 + i;
+            int64_t t = f->q_begin + f->i0 + i;
             f->max[c] = __builtin_inff();
             f->sum[c] = 0.0f;
             if (i >= f->num_q)
@@ -370,8 +388,8 @@ static void flash_backward_block(const ith_cpu_attention *a, flash *f, int part,
                                  int64_t n, bool first)
 {
     int64_t kd = operand_kd(f, n);
-    ith_cpu_matrix k = head_matrix(a->k, f->begin + j0, f->kv_head, true);
-    ith_cpu_matrix v = head_matrix(a->v, f->begin + j0, f->kv_head, true);
+    ith_cpu_matrix k = head_matrix(a->k, f->k_begin + j0, f->kv_head, true);
+    ith_cpu_matrix v = head_matrix(a->v, f->k_begin + j0, f->kv_head, true);
     pack(f->kp, MR, &k, 0, n, 0, f->dim, f->pairs);
     pack(f->vp, MR, &v, 0, n, 0, f->dim, f->pairs);
     k.k_contiguous = false;
@@ -396,8 +414,8 @@ static void flash_backward_tile(const ith_cpu_attention *a, flash *f)
     flash_pack_columns(f, f->dop, a->do_);
     for (int64_t g = 0; g < f->group; g++) {
         int64_t h = f->kv_head * f->group + g;
-        ith_cpu_matrix q = head_matrix(a->q, f->begin + f->i0, h, false);
-        ith_cpu_matrix grad = head_matrix(a->do_, f->begin + f->i0, h, false);
+        ith_cpu_matrix q = head_matrix(a->q, f->q_begin + f->i0, h, false);
+        ith_cpu_matrix grad = head_matrix(a->do_, f->q_begin + f->i0, h, false);
         pack(f->q_of + g * f->dim_ld * q_kd, NR, &q, 0, f->dim, 0, f->num_q, f->pairs);
         pack(f->do_of + g * f->dim_ld * q_kd, NR, &grad, 0, f->dim, 0, f->num_q, f->pairs);
     }
@@ -407,6 +425,8 @@ static void flash_backward_tile(const ith_cpu_attention *a, flash *f)
             flash_backward_block(a, f, part, j0, n, first);
             first = false;
         }
+    if (first)
+        memset(f->out, 0, (size_t)(f->dim * f->cols) * 4);
     flash_store(f, a->dq);
 }
 
@@ -420,14 +440,16 @@ static void attention_backward(void *arg, int64_t begin, int64_t end, int thread
         int64_t doc = index / a->k.shape[1];
         f.kv_head = index % a->k.shape[1];
         flash_document(a, &f, doc);
-        memset(f.dk, 0, (size_t)(f.keys * f.dim_ld) * 4);
-        memset(f.dv, 0, (size_t)(f.keys * f.dim_ld) * 4);
-        for (f.i0 = 0; f.i0 < f.len; f.i0 += a->q_block) {
-            f.num_q = ith_min_i64(a->q_block, f.len - f.i0);
+        if (f.doc.k_lo == f.doc.k_hi && f.doc.q_lo == f.doc.q_hi)
+            continue;
+        memset(f.dk, 0, (size_t)(f.doc.k_hi * f.dim_ld) * 4);
+        memset(f.dv, 0, (size_t)(f.doc.k_hi * f.dim_ld) * 4);
+        for (f.i0 = f.doc.q_lo; f.i0 < f.doc.q_hi; f.i0 += a->q_block) {
+            f.num_q = ith_min_i64(a->q_block, f.doc.q_hi - f.i0);
             flash_backward_tile(a, &f);
         }
-        for (int64_t j = 0; j < f.keys; j++) {
-            int64_t size = ith_dtype_bytes(a->dk.dtype), t = f.begin + j, h = f.kv_head;
+        for (int64_t j = f.doc.k_lo; j < f.doc.k_hi; j++) {
+            int64_t size = ith_dtype_bytes(a->dk.dtype), t = f.k_begin + j, h = f.kv_head;
             char *dk = (char *)a->dk.data + (t * a->dk.stride[0] + h * a->dk.stride[1]) * size;
             char *dv = (char *)a->dv.data + (t * a->dv.stride[0] + h * a->dv.stride[1]) * size;
             store_row(dk, a->dk.dtype, f.dk + j * f.dim_ld, f.dim, false);

@@ -49,6 +49,12 @@ typedef struct {
     ith_tensor lengths;
 } ith_cpu_attention;
 
+static inline ith_document ith_cpu_document(const ith_cpu_attention *a, int64_t doc)
+{
+    return ith_document_of(&a->seqs, a->seqs.cu_host[doc], a->seqs.cu_host[doc + 1], a->q.shape[0],
+                           a->k.shape[0]);
+}
+
 /* Sums over rows are cut into at most this many parts, whatever the threads. */
 #define ITH_CPU_PARTS 64
 /* Limits of buffers on the stack; beyond them the reference runs. */
