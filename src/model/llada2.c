@@ -264,23 +264,24 @@ static ith_status make_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch 
                                 &in->heads);
 }
 
-/* o and lse of n tokens, this rank's heads. */
+/* o and lse of the tokens of the ring slice, n of the group, this rank's heads. */
 static ith_status push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
                                      ith_layer_acts *a, int64_t n)
 {
     const ith_hf_config *c = m->config;
     int64_t heads =
         ith_ulysses_own_share(m->mesh, c->num_attention_heads, c->num_key_value_heads).q_count;
-    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, n, heads, c->head_dim, &a->o));
-    return push(ctx, where, "attention lse", ITH_F32, n, heads, &a->lse);
+    int64_t rows = ith_ring_own_rows(m->mesh, ctx, n);
+    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, rows, heads, c->head_dim, &a->o));
+    return push(ctx, where, "attention lse", ITH_F32, rows, heads, &a->lse);
 }
 
 static ith_status attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                          const attention_in *in)
 {
     ith_layer_acts *a = &m->acts[l];
-    return ith_attention_forward(ctx, a->o, a->lse, in->heads.q, in->heads.k, in->heads.v, b->seqs,
-                                 scale_of(m->config), !b->bidirectional);
+    return ith_ring_attention_forward(m->mesh, ctx, b->group_tokens, a->o, a->lse, in->heads,
+                                      b->seqs, scale_of(m->config), !b->bidirectional);
 }
 
 static ith_status output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T *o)
@@ -622,9 +623,8 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
                                            do_, &do_heads));
     ith_qkv s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
     ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, ds, &dheads));
-    ITH_TRY(ith_attention_backward(ctx, dheads.q, dheads.k, dheads.v, do_heads, in->heads.q,
-                                   in->heads.k, in->heads.v, a->o, a->lse, b->seqs, scale_of(c),
-                                   !b->bidirectional));
+    ITH_TRY(ith_ring_attention_backward(m->mesh, ctx, b->group_tokens, dheads, do_heads, in->heads,
+                                        a->o, a->lse, b->seqs, scale_of(c), !b->bidirectional));
     ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, ds, dheads));
     ITH_TRY(ith_qk_norm_rope_backward(
         ctx, ds.q, ds.k, grad(m, l, ITH_P_Q_NORM), grad(m, l, ITH_P_K_NORM), ds.q, ds.k, s.q, s.k,

@@ -65,8 +65,9 @@ typedef enum {
 } ith_keep;
 
 /* Saved tensors of one layer; absent ones are made again in backward. S = T * num_experts_per_tok.
- * Inside attention a rank of a context-parallel group has its share of the heads for all N tokens of
- * the group (parallel/ulysses.h), or of its ring slice (parallel/ring.h); alone, N = T and Ha = Hq. */
+ * Inside attention a rank of a context-parallel group has its share of the heads for all N tokens
+ * of the group (parallel/ulysses.h), or of its ring slice (parallel/ring.h); alone, N = T and Ha =
+ * Hq. */
 typedef struct {
     ith_tensor x;          /* [T,D] residual stream at the layer's entry */
     ith_tensor qkv;        /* [T,(Hq+2Hkv)*Dh] before norm and RoPE */
@@ -156,6 +157,7 @@ struct ith_model {
     const ith_hf_config *config; /* borrowed */
     const ith_model_family *family;
     const ith_mesh *mesh; /* borrowed; NULL: one rank */
+    ith_mesh linear_mesh; /* of linear layers: mesh without a ring */
     ith_dtype dtype;      /* of w and activations: F32 or BF16 */
     ith_arena arena;      /* names */
     ith_param *params;

@@ -261,7 +261,7 @@ static ith_status attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t
     if (!a->o.ndim)
         ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, b, a));
     return ith_ring_attention_forward(m->mesh, ctx, b->group_tokens, a->o, a->lse, in->heads,
-                                      b->seqs, scale_of(m->config));
+                                      b->seqs, scale_of(m->config), true);
 }
 
 static ith_status output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T *o)
@@ -651,7 +651,7 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
     ith_qkv s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
     ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, ds, &dheads));
     ITH_TRY(ith_ring_attention_backward(m->mesh, ctx, b->group_tokens, dheads, do_heads, in->heads,
-                                        a->o, a->lse, b->seqs, scale_of(c)));
+                                        a->o, a->lse, b->seqs, scale_of(c), true));
     ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, ds, dheads));
     ITH_TRY(ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, ds.q, ds.k, s.q, s.k,
                                       in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos,

@@ -9,8 +9,8 @@
  *
  * Many ranks: projections and all behind the mixers' cores are of a rank's own tokens. The cores,
  * convolution included, are of its own heads and all tokens of the group (parallel/ulysses.h); of
- * linear layers, with passes_states, of its own tokens and all heads (parallel/delta_scan.h). Gates
- * of the output stay with the tokens.
+ * full attention, in a ring, and of linear layers, with passes_states, of less (parallel/ring.h,
+ * delta_scan.h). Slices are contiguous always. Gates of the output stay with the tokens.
  *
  * Invariants: 1. convolution and state begin at zero in every document of a packed row.
  * 2. What is made again in backward comes from the same operators on the same inputs: bit-equal to
@@ -276,13 +276,20 @@ static linear_views split_linear(const ith_hf_config *c, T t)
     return s;
 }
 
+/* Linear layers have no ring: all ranks of the group exchange their heads. */
+static const ith_mesh *linear_mesh(const ith_model *m)
+{
+    return m->mesh ? &m->linear_mesh : NULL;
+}
+
 /* Value heads [q_first, ..) and key heads [kv_first, ..) of this rank. */
 static ith_head_share delta_share(const ith_model *m)
 {
     const ith_hf_config *c = m->config;
     if (m->passes_states)
         return (ith_head_share){0, c->linear_num_value_heads, 0, c->linear_num_key_heads};
-    return ith_ulysses_own_share(m->mesh, c->linear_num_value_heads, c->linear_num_key_heads);
+    return ith_ulysses_own_share(linear_mesh(m), c->linear_num_value_heads,
+                                 c->linear_num_key_heads);
 }
 
 static int64_t share_width(const ith_hf_config *c, const ith_head_share *s)
@@ -441,7 +448,7 @@ static ith_status make_delta_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
                                in->delta.u));
     } else {
         ith_head_parts parts = delta_parts(c, &in->delta), own;
-        ITH_TRY(ith_ulysses_parts_to_heads(m->mesh, ctx, b->group_tokens, &parts, &own));
+        ITH_TRY(ith_ulysses_parts_to_heads(linear_mesh(m), ctx, b->group_tokens, &parts, &own));
         in->delta = delta_arrived(&own);
     }
     int64_t n = in->delta.u.shape[0], rows = in->delta.a.shape[0], heads = share.q_count;
@@ -473,8 +480,8 @@ static ith_status make_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_
                                          : make_qk(m, ctx, b, l, in);
 }
 
-/* Room for a->o: of attention (with a->lse) of its own heads and n tokens, for its backward reads
- * them there; of the delta rule all heads of t tokens. Alone, n = t. */
+/* Room for a->o: of attention (with a->lse) of its own heads and the ring slice of n tokens, for
+ * its backward reads them there; of the delta rule all heads of t tokens. Alone, n = t. */
 static ith_status push_mixer_out(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t l,
                                  int64_t n, int64_t t)
 {
@@ -485,8 +492,9 @@ static ith_status push_mixer_out(ith_model *m, ith_ctx *ctx, ith_mem_class where
                           c->linear_value_head_dim, &a->o);
     int64_t heads =
         ith_ulysses_own_share(m->mesh, c->num_attention_heads, c->num_key_value_heads).q_count;
-    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, n, heads, c->head_dim, &a->o));
-    return ith_ctx_push(ctx, where, "attention lse", ITH_F32, 2, n, heads, 1, 1, &a->lse);
+    int64_t rows = ith_ring_own_rows(m->mesh, ctx, n);
+    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, rows, heads, c->head_dim, &a->o));
+    return ith_ctx_push(ctx, where, "attention lse", ITH_F32, 2, rows, heads, 1, 1, &a->lse);
 }
 
 /* The delta rule's operands, without the halo. */
@@ -540,7 +548,7 @@ static ith_status run_delta(ith_model *m, ith_ctx *ctx, const ith_batch *b, int6
                            x.v.shape[0], x.v.shape[1], c->linear_value_head_dim, &o));
     ITH_TRY(
         ith_gated_delta_rule_forward(ctx, o, x.q, x.k, x.v, x.g, x.beta, state, b->seqs, x.scale));
-    ITH_TRY(ith_ulysses_to_tokens(m->mesh, ctx, b->group_tokens, c->linear_num_value_heads,
+    ITH_TRY(ith_ulysses_to_tokens(linear_mesh(m), ctx, b->group_tokens, c->linear_num_value_heads,
                                   c->linear_num_key_heads, o, &m->acts[l].o));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     return ITH_OK;
@@ -554,8 +562,8 @@ static ith_status mix(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
     ith_layer_acts *a = &m->acts[l];
     if (c->layer_is_linear[l])
         return run_delta(m, ctx, b, l, state, in);
-    return ith_attention_forward(ctx, a->o, a->lse, in->heads.q, in->heads.k, in->heads.v, b->seqs,
-                                 scale_of(c->head_dim), true);
+    return ith_ring_attention_forward(m->mesh, ctx, b->group_tokens, a->o, a->lse, in->heads,
+                                      b->seqs, scale_of(c->head_dim), true);
 }
 
 /* in->o from a->o. */
@@ -846,9 +854,8 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
     ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->num_key_value_heads,
                                            do_, &do_heads));
     ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, dtokens, &dheads));
-    ITH_TRY(ith_attention_backward(ctx, dheads.q, dheads.k, dheads.v, do_heads, in->heads.q,
-                                   in->heads.k, in->heads.v, a->o, a->lse, b->seqs,
-                                   scale_of(c->head_dim), true));
+    ITH_TRY(ith_ring_attention_backward(m->mesh, ctx, b->group_tokens, dheads, do_heads, in->heads,
+                                        a->o, a->lse, b->seqs, scale_of(c->head_dim), true));
     ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, dtokens, dheads));
     return ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, dtokens.q, ds.k, s.q, s.k,
                                      in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos, m->rope_sin,
@@ -877,9 +884,9 @@ static ith_status linear_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b
     if (m->passes_states) {
         d.u = with_halo(ds.u, b->slice.halo);
     } else {
-        ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens,
+        ITH_TRY(ith_ulysses_to_tokens_backward(linear_mesh(m), ctx, b->group_tokens,
                                                c->linear_num_key_heads, do_, &do_));
-        ITH_TRY(ith_ulysses_push_parts_gradient(m->mesh, ctx, b->group_tokens, &to, &from));
+        ITH_TRY(ith_ulysses_push_parts_gradient(linear_mesh(m), ctx, b->group_tokens, &to, &from));
         d = delta_arrived(&from);
     }
     ith_delta_gradient dx;
@@ -913,7 +920,7 @@ static ith_status linear_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b
     if (m->passes_states)
         return ith_slice_halo_backward(m->mesh, ctx, &b->slice, c->linear_conv_kernel_dim, b->seqs,
                                        d.u);
-    return ith_ulysses_parts_to_heads_backward(m->mesh, ctx, b->group_tokens, &to, &from);
+    return ith_ulysses_parts_to_heads_backward(linear_mesh(m), ctx, b->group_tokens, &to, &from);
 }
 
 /* dx: in, the gradient of x2; out, that of x. */

@@ -150,18 +150,20 @@ ith_status ith_mesh_set_shard(ith_mesh *mesh, int64_t shard_size, ith_error *err
     return ith_comm_split(mesh->world, mesh->world->rank % shard_size, &mesh->replicas, err);
 }
 
-void ith_mesh_set_ulysses(ith_mesh *mesh, int64_t ulysses_size)
+void ith_mesh_set_ulysses(ith_mesh *mesh, int64_t ulysses_size, bool in_order)
 {
     ITH_ASSERT(ulysses_size >= 1 && mesh->cp_size % ulysses_size == 0);
     mesh->ulysses_size = ulysses_size;
+    mesh->in_order = in_order;
 }
 
 void ith_ring_stretches(const ith_mesh *mesh, int64_t n, int64_t r, ith_stretch out[2])
 {
     int64_t size = ith_ring_size(mesh), at = 0;
-    out[0] = (ith_stretch){0, n};
-    out[1] = (ith_stretch){n, 0};
-    if (size == 1)
+    int64_t first = mesh ? ith_cp_first(mesh, n, r * mesh->ulysses_size) : 0;
+    out[0] = (ith_stretch){first, ith_ring_rows(mesh, n, r)};
+    out[1] = (ith_stretch){first + out[0].count, 0};
+    if (size == 1 || mesh->in_order)
         return;
     for (int64_t i = 0; i < 2 * size; i++) {
         int64_t owner = i < size ? i : 2 * size - 1 - i, rows = ith_ring_rows(mesh, n, owner);

@@ -26,6 +26,7 @@ typedef struct {
     int64_t shard_size;
     ith_comm *shard, *replicas;
     int64_t ulysses_size; /* neighbours of cp that exchange heads; cp_size over it is a ring */
+    bool in_order;        /* slices are contiguous in a ring, too */
     int64_t *lists;       /* [4 * cp_size] of the exchanges of ulysses.c */
     ith_strided *pieces;  /* [2 * ITH_MAX_PIECES * cp_size] likewise */
 } ith_mesh;
@@ -45,8 +46,8 @@ void ith_mesh_close(ith_mesh *mesh); /* also of a zeroed one */
 ith_status ith_mesh_set_experts(ith_mesh *mesh, int64_t ep_size, ith_error *err);
 /* Collective over world, after open: shard_size divides the number of ranks. */
 ith_status ith_mesh_set_shard(ith_mesh *mesh, int64_t shard_size, ith_error *err);
-/* Neighbours that exchange heads: divides cp_size; until then all of it. */
-void ith_mesh_set_ulysses(ith_mesh *mesh, int64_t ulysses_size);
+/* Neighbours that exchange heads: divides cp_size; until then all of it. in_order: see above. */
+void ith_mesh_set_ulysses(ith_mesh *mesh, int64_t ulysses_size, bool in_order);
 /* Rank 0 of a job that is not there: sizes only, for plans. */
 void ith_mesh_imagine(ith_mesh *mesh, int64_t world_size, int64_t cp_size);
 /* A fixed point: all ranks get the failure of the lowest failing one (ith_comm_agree); in an
@@ -90,7 +91,7 @@ static inline int64_t ith_cp_end(const ith_mesh *mesh, int64_t n)
 /* ---- rings: parallel/ring.h ----
  * Slices of a group are stretches of the tokens in ring order: of 2R stretches that follow each
  * other, ring rank r has r and then 2R-1-r, and its ranks have contiguous parts of these. With R =
- * 1 ring order is the order of the tokens. */
+ * 1, and in a mesh in_order, ring order is the order of the tokens. */
 
 static inline int64_t ith_ring_size(const ith_mesh *mesh)
 {
@@ -127,7 +128,7 @@ static inline int64_t ith_ring_own_rows(const ith_mesh *mesh, const ith_ctx *ctx
 typedef struct {
     int64_t first, count;
 } ith_stretch;
-/* The two stretches of ring rank r; the second is empty when R = 1. */
+/* The two stretches of ring rank r; in the order of the tokens the second is empty. */
 void ith_ring_stretches(const ith_mesh *mesh, int64_t n, int64_t r, ith_stretch out[2]);
 /* Tokens of this rank's slice, in its order; either may be empty. */
 void ith_cp_stretches(const ith_mesh *mesh, int64_t n, ith_stretch out[2]);

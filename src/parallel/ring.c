@@ -1,6 +1,6 @@
 /* ring.c - stretches against stretches, while keys and values go round.
- * Invariants: 1. a stretch meets its own keys first, so every query has a finite lse before
- * anything is merged.
+ * Invariants: 1. a stretch meets its own keys first, of which every query sees one at least
+ * (itself), so it has a finite lse before anything is merged.
  * 2. A pass sends to the next ring rank and receives from the one before; the gradient of a rank's
  * keys goes the same way, one step behind them, and ends at home. 3. While the plan counts, one
  * pair of the largest stretches stands for all. */
@@ -34,17 +34,20 @@ typedef struct {
     ith_qkv x;
     ith_seqs seqs;
     float scale;
-    T cu;             /* borders of the documents of a stretch */
-    int32_t *host_cu; /* the same on the host */
+    bool causal, windows; /* windows: the mask is more than causal */
+    T cu;                 /* borders of the documents of a stretch */
+    int32_t *host_cu;     /* the same on the host */
 } ring;
 
 static ith_status open_ring(ring *r, const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv x,
-                            ith_seqs seqs, float scale)
+                            ith_seqs seqs, float scale, bool causal)
 {
     void *host = NULL;
     *r = (ring){.mesh = mesh, .ctx = ctx, .n = n, .x = x, .seqs = seqs, .scale = scale};
     r->rows = x.q.shape[0];
-    ITH_ASSERT(ctx->device == ith_device_cpu() && !ith_seqs_have_blocks(seqs));
+    r->causal = causal;
+    r->windows = !causal || ith_seqs_have_blocks(seqs);
+    ITH_ASSERT(ctx->device == ith_device_cpu());
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "documents of a stretch", ITH_I32, 1,
                          seqs.num_docs + 2, 1, 1, 1, &r->cu));
     ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "documents of a stretch",
@@ -79,6 +82,7 @@ static ith_status pass(const ring *r, T out, T in)
 /* Rows [q_first, q_end) of this ring slice against rows [k_first, k_end) of another one. */
 typedef struct {
     int64_t q_first, q_end, k_first, k_end;
+    bool own; /* a stretch and its own keys */
     bool causal;
     ith_seqs seqs;
 } pair;
@@ -119,6 +123,27 @@ static ith_status one_document(ring *r, pair *p)
     return set_documents(r, p, 1, ith_max_i64(p->q_end - p->q_first, p->k_end - p->k_first));
 }
 
+/* Rows of the batch from q_first on against keys from k_first on, under the batch's mask. */
+static void set_window(const ring *r, pair *p, int64_t q_first, int64_t k_first)
+{
+    p->seqs = r->seqs;
+    p->seqs.window = true;
+    p->seqs.q_first = q_first;
+    p->seqs.k_first = k_first;
+    p->causal = r->causal;
+}
+
+static bool share_a_document(const ring *r, ith_stretch a, ith_stretch b)
+{
+    int64_t first = ith_max_i64(a.first, b.first),
+            last = ith_min_i64(a.first + a.count, b.first + b.count) - 1, d = 0;
+    if (first <= last) /* a stretch and itself */
+        return true;
+    while (r->seqs.cu_host[d + 1] <= last)
+        d++;
+    return first < r->seqs.cu_host[d + 1];
+}
+
 /* The pair of stretch q (rows from q_row of this slice) and stretch k (rows from k_row of that of
  * another ring rank); *any: they have work. */
 static ith_status make_pair(ring *r, ith_stretch q, int64_t q_row, ith_stretch k, int64_t k_row,
@@ -128,11 +153,17 @@ static ith_status make_pair(ring *r, ith_stretch q, int64_t q_row, ith_stretch k
                 .q_end = q_row + q.count,
                 .k_first = k_row,
                 .k_end = k_row + k.count,
+                .own = q.first == k.first,
                 .causal = q.first == k.first};
-    *any = q.count > 0 && k.count > 0 && k.first <= q.first;
+    *any =
+        q.count > 0 && k.count > 0 && (r->windows ? share_a_document(r, q, k) : k.first <= q.first);
     if (!*any)
         return ITH_OK;
-    if (p->causal)
+    if (r->windows) {
+        set_window(r, p, q.first, k.first);
+        return ITH_OK;
+    }
+    if (p->own)
         return clip_documents(r, p, q);
     int64_t d = 0, last_key = k.first + k.count - 1;
     while (r->seqs.cu_host[d + 1] <= last_key)
@@ -145,12 +176,16 @@ static ith_status make_pair(ring *r, ith_stretch q, int64_t q_row, ith_stretch k
 }
 
 /* The largest pairs there are, for the plan. */
-static ith_status largest_pair(ring *r, bool causal, pair *p)
+static ith_status largest_pair(ring *r, bool own, pair *p)
 {
-    int64_t rows = ith_div_ceil(r->rows, 2);
-    *p = (pair){.q_end = rows, .k_end = rows, .causal = causal};
-    return causal ? set_documents(r, p, r->seqs.num_docs, ith_min_i64(rows, r->seqs.max_len))
-                  : set_documents(r, p, 1, rows);
+    int64_t rows = r->mesh->in_order ? r->rows : ith_div_ceil(r->rows, 2);
+    *p = (pair){.q_end = rows, .k_end = rows, .own = own, .causal = own};
+    if (r->windows) {
+        set_window(r, p, 0, 0);
+        return ITH_OK;
+    }
+    return own ? set_documents(r, p, r->seqs.num_docs, ith_min_i64(rows, r->seqs.max_len))
+               : set_documents(r, p, 1, rows);
 }
 
 typedef ith_status (*pair_function)(ring *r, const pair *p, void *arg);
@@ -161,8 +196,8 @@ static ith_status for_pairs(ring *r, int64_t other, pair_function f, void *arg)
     ith_stretch q[2], k[2];
     pair p;
     if (ith_ctx_counting(r->ctx)) {
-        for (int causal = 0; causal < 2; causal++) {
-            ITH_TRY(largest_pair(r, causal, &p));
+        for (int own = 0; own < 2; own++) {
+            ITH_TRY(largest_pair(r, own, &p));
             ITH_TRY(f(r, &p, arg));
         }
         return ITH_OK;
@@ -196,13 +231,13 @@ static ith_status forward_pair(ring *r, const pair *p, void *arg)
     T k = ith_row_range(f->k, p->k_first, p->k_end), v = ith_row_range(f->v, p->k_first, p->k_end);
     T sum = ith_row_range(f->o, p->q_first, p->q_end),
       sum_lse = ith_row_range(f->lse, p->q_first, p->q_end);
-    if (p->causal)
-        return ith_attention_forward(ctx, sum, sum_lse, q, k, v, p->seqs, r->scale, true);
+    if (p->own)
+        return ith_attention_forward(ctx, sum, sum_lse, q, k, v, p->seqs, r->scale, p->causal);
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "part of attention", ITH_F32, 3, rows, q.shape[1],
                          q.shape[2], 1, &o));
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "part of attention", ITH_F32, 2, rows, q.shape[1],
                          1, 1, &lse));
-    ITH_TRY(ith_attention_forward(ctx, o, lse, q, k, v, p->seqs, r->scale, false));
+    ITH_TRY(ith_attention_forward(ctx, o, lse, q, k, v, p->seqs, r->scale, p->causal));
     ITH_TRY(ith_attention_merge(ctx, sum, sum_lse, o, lse));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     return ITH_OK;
@@ -239,17 +274,17 @@ static int64_t most_rows(const ring *r)
 }
 
 ith_status ith_ring_attention_forward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, T o, T lse,
-                                      ith_qkv x, ith_seqs seqs, float scale)
+                                      ith_qkv x, ith_seqs seqs, float scale, bool causal)
 {
     ring r;
     T kv[2];
     forward_pass f = {.k = x.k, .v = x.v, .o = o, .lse = lse};
     if (ith_ring_size(mesh) == 1)
-        return ith_attention_forward(ctx, o, lse, x.q, x.k, x.v, seqs, scale, true);
+        return ith_attention_forward(ctx, o, lse, x.q, x.k, x.v, seqs, scale, causal);
     int64_t marks[] = {ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE),
                        ith_plan_mark(ctx->plan, ITH_MEM_COMM),
                        ith_plan_mark(ctx->plan, ITH_MEM_HOST)};
-    ITH_TRY(open_ring(&r, mesh, ctx, n, x, seqs, scale));
+    ITH_TRY(open_ring(&r, mesh, ctx, n, x, seqs, scale, causal));
     ITH_TRY(push_kv(&r, x.k.dtype, most_rows(&r), kv));
     if (o.dtype != ITH_F32)
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention sum", ITH_F32, 3, o.shape[0],
@@ -330,19 +365,20 @@ static ith_status go_round(ring *r, backward_pass *b, const T *kv, const T *dkv,
 }
 
 ith_status ith_ring_attention_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv dx,
-                                       T do_, ith_qkv x, T o, T lse, ith_seqs seqs, float scale)
+                                       T do_, ith_qkv x, T o, T lse, ith_seqs seqs, float scale,
+                                       bool causal)
 {
     ring r;
     T kv[2], dkv[2], own;
     backward_pass b = {.k = x.k, .v = x.v, .o = o, .lse = lse, .do_ = do_};
     if (ith_ring_size(mesh) == 1)
         return ith_attention_backward(ctx, dx.q, dx.k, dx.v, do_, x.q, x.k, x.v, o, lse, seqs,
-                                      scale, true);
+                                      scale, causal);
     int64_t marks[] = {ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE),
                        ith_plan_mark(ctx->plan, ITH_MEM_COMM),
                        ith_plan_mark(ctx->plan, ITH_MEM_HOST)};
     int64_t width = x.k.shape[1] * x.k.shape[2];
-    ITH_TRY(open_ring(&r, mesh, ctx, n, x, seqs, scale));
+    ITH_TRY(open_ring(&r, mesh, ctx, n, x, seqs, scale, causal));
     ITH_TRY(push_kv(&r, x.k.dtype, most_rows(&r), kv));
     ITH_TRY(push_kv(&r, ITH_F32, most_rows(&r), dkv));
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "gradient sum", ITH_F32, 3, r.rows, x.q.shape[1],
@@ -388,21 +424,24 @@ static double unevenness(int64_t q_heads, int64_t kv_heads, int64_t u)
 }
 
 int64_t ith_ring_choose(int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t cp_size,
-                        int64_t e, ith_ring_wish wish)
+                        int64_t e, ith_ring_wish wish, bool in_order)
 {
     int64_t best = 0;
     double least = 0;
     for (int64_t u = ith_min_i64(cp_size, q_heads); u >= 1; u--) { /* of equals the shortest ring */
-        bool wanted = wish == ITH_RING_NEVER   ? u == cp_size
-                      : wish == ITH_RING_ONLY  ? u == 1
-                      : wish == ITH_RING_MIXED ? u > 1 && u < cp_size
-                                               : unevenness(q_heads, kv_heads, u) <= 1.15;
+        bool wanted = wish == ITH_RING_NEVER  ? u == cp_size
+                      : wish == ITH_RING_ONLY ? u == 1
+                      : wish == ITH_RING_MIXED
+                          ? u > 1 && u < cp_size
+                          : in_order || unevenness(q_heads, kv_heads, u) <= 1.15;
         if (cp_size % u != 0 || !wanted)
             continue;
-        double bytes = ith_ring_bytes_per_token(q_heads, kv_heads, head_dim, cp_size, u, e);
-        if (!best || bytes < least) {
+        double cost = in_order
+                          ? unevenness(q_heads, kv_heads, u) * (2 - (double)u / (double)cp_size)
+                          : ith_ring_bytes_per_token(q_heads, kv_heads, head_dim, cp_size, u, e);
+        if (!best || cost < least) {
             best = u;
-            least = bytes;
+            least = cost;
         }
     }
     return best;

@@ -493,6 +493,10 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
     s->ctx = ctx;
     s->config = *config;
     model->mesh = config->mesh;
+    if (config->mesh) {
+        model->linear_mesh = *config->mesh;
+        ith_mesh_set_ulysses(&model->linear_mesh, config->mesh->cp_size, false);
+    }
     model->mlp_tile = MLP_TILE_ROWS;
     if (s->config.chunk_rows <= 0)
         s->config.chunk_rows = DEFAULT_CHUNK_ROWS;

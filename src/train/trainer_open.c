@@ -371,20 +371,22 @@ static ith_status choose_scheme(ith_trainer *t, ith_error *err)
                                            ITH_RING_MIXED};
     const ith_config *c = t->config;
     const ith_hf_config *hf = &t->hf;
-    bool rings = (hf->family == ITH_FAMILY_QWEN3 || hf->family == ITH_FAMILY_QWEN3_MOE) &&
-                 t->session.ctx.backend->attention_merge.run;
+    const ith_backend *backend = t->session.ctx.backend;
+    bool rings =
+        hf->family == ITH_FAMILY_LLADA2 ? backend->windows : backend->attention_merge.run != NULL;
+    bool in_order = hf->linear_num_value_heads > 0; /* states pass from slice to slice */
     ith_ring_wish wish = wishes[c->cp_mode];
     if (t->layout.cp_size == 1)
         return ITH_OK;
     if (!rings && (wish == ITH_RING_ONLY || wish == ITH_RING_MIXED))
         return ith_config_fail(c, "cp_mode", err,
                                "rings are not built for %s on %s (use auto or ulysses)",
-                               hf->model_type, t->session.ctx.backend->name);
+                               hf->model_type, backend->name);
     if (!rings)
         wish = ITH_RING_NEVER;
     int64_t bytes = ith_config_param_dtype(c) == ITH_DTYPE_F32 ? 4 : 2;
     int64_t u = ith_ring_choose(hf->num_attention_heads, hf->num_key_value_heads, hf->head_dim,
-                                t->layout.cp_size, bytes, wish);
+                                t->layout.cp_size, bytes, wish, in_order);
     if (!u && wish == ITH_RING_MIXED)
         return ith_config_fail(c, "cp_mode", err,
                                "hybrid with cp_size %lld: no divisor between 1 and it is at most "
@@ -396,7 +398,7 @@ static ith_status choose_scheme(ith_trainer *t, ith_error *err)
             "%lld is more than num_attention_heads %lld (use at most that many%s)",
             (long long)t->layout.cp_size, (long long)hf->num_attention_heads,
             rings ? ", or cp_mode auto" : "");
-    ith_mesh_set_ulysses(&t->mesh_store, u);
+    ith_mesh_set_ulysses(&t->mesh_store, u, in_order);
     return ITH_OK;
 }
 

@@ -16,19 +16,20 @@
 static ith_comm *world;
 static ith_error err;
 
-#define LINEAR                                                                                     \
+#define LINEAR_OF(q, kv)                                                                           \
     "\"hidden_size\": 24, \"num_hidden_layers\": 3, \"layer_types\": [\"linear_attention\","       \
-    " \"full_attention\", \"linear_attention\"], \"num_attention_heads\": 8,"                      \
-    " \"num_key_value_heads\": 2, \"head_dim\": 16, \"linear_num_key_heads\": 3,"                  \
+    " \"full_attention\", \"linear_attention\"], \"num_attention_heads\": " #q ","                 \
+    " \"num_key_value_heads\": " #kv ", \"head_dim\": 16, \"linear_num_key_heads\": 3,"            \
     " \"linear_num_value_heads\": 9, \"linear_key_head_dim\": 8, \"linear_value_head_dim\": 12,"   \
     " \"linear_conv_kernel_dim\": 4, \"vocab_size\": 50, \"rope_parameters\":"                     \
     " {\"rope_theta\": 10000.0, \"partial_rotary_factor\": 0.5, \"mrope_section\": [2, 1, 1]}"
+#define LINEAR LINEAR_OF(8, 2)
 
 /* Qwen3 by its heads: those that ranks divide and those that they do not, groups of one to eight
  * query heads, one kv head for all. */
 #define HEADS(q, kv)                                                                               \
     {                                                                                              \
-        .name = "qwen3 " #q "/" #kv, .rings = true,                                                \
+        .name = "qwen3 " #q "/" #kv, .dense = true,                                                \
         .config = "{\"model_type\": \"qwen3\", \"hidden_size\": 24, \"num_hidden_layers\": 2,"     \
                   " \"intermediate_size\": 40, \"num_attention_heads\": " #q                       \
                   ", \"num_key_value_heads\": " #kv ", \"head_dim\": 8, \"vocab_size\": 50,"       \
@@ -38,6 +39,23 @@ static ith_error err;
 #define EXPERTS                                                                                    \
     "{\"model_type\": \"qwen3_5_moe_text\", \"num_experts\": 6, \"num_experts_per_tok\": 2,"       \
     " \"moe_intermediate_size\": 12, \"shared_expert_intermediate_size\": 20, " LINEAR "}"
+
+#define DENSE(q, kv)                                                                               \
+    "{\"model_type\": \"qwen3_5_text\", \"intermediate_size\": 40,"                                \
+    " \"tie_word_embeddings\": true, " LINEAR_OF(q, kv) "}"
+
+#define LLADA2(q, kv)                                                                              \
+    "{\"model_type\": \"llada2_moe\", \"vocab_size\": 50, \"hidden_size\": 24,"                    \
+    " \"num_hidden_layers\": 2, \"num_attention_heads\": " #q ", \"num_key_value_heads\": " #kv    \
+    ", \"head_dim\": 16, \"intermediate_size\": 40, \"hidden_act\": \"silu\","                     \
+    " \"num_experts\": 8, \"num_experts_per_tok\": 2, \"moe_intermediate_size\": 12,"              \
+    " \"num_shared_experts\": 1, \"first_k_dense_replace\": 1, \"n_group\": 4,"                    \
+    " \"topk_group\": 2, \"partial_rotary_factor\": 0.5, \"rope_theta\": 10000.0,"                 \
+    " \"rms_norm_eps\": 1e-6, \"max_position_embeddings\": 512, \"use_bias\": false,"              \
+    " \"use_qkv_bias\": false, \"norm_topk_prob\": true, \"use_qk_norm\": true,"                   \
+    " \"routed_scaling_factor\": 2.5, \"score_function\": \"sigmoid\","                            \
+    " \"attention_dropout\": 0.0, \"embedding_dropout\": 0.0, \"output_dropout\": 0.0,"            \
+    " \"moe_router_enable_expert_bias\": false, \"tie_word_embeddings\": false}"
 
 #define SEEING                                                                                     \
     "{\"model_type\": \"qwen3_5\", \"image_token_id\": 48, \"video_token_id\": 49,"                \
@@ -50,14 +68,14 @@ static ith_error err;
 
 static const struct family {
     const char *name, *config;
-    bool media, diffusion, rings;
+    bool media, diffusion, bidirectional;
+    bool dense;     /* attention and an MLP alone: every division into rings, nothing else */
     float aux_coef; /* the balance is that of a micro-batch: it must not be cut by documents */
     ith_model_parts frozen;
     bool few; /* short documents only: slices of a token, and of none */
 } families[] = {
-    {.name = "qwen3_5",
-     .config = "{\"model_type\": \"qwen3_5_text\", \"intermediate_size\": 40,"
-               " \"tie_word_embeddings\": true, " LINEAR "}"},
+    {.name = "qwen3_5", .config = DENSE(8, 2)},
+    {.name = "qwen3_5, two heads", .config = DENSE(2, 1)},
     {.name = "qwen3_5_moe", .config = EXPERTS},
     {.name = "qwen3_5_moe, few tokens", .config = EXPERTS, .few = true},
     {.name = "qwen3_5_moe, balanced", .config = EXPERTS, .aux_coef = 0.1F},
@@ -70,19 +88,9 @@ static const struct family {
      .config = SEEING,
      .media = true,
      .frozen = {.language_model = true}},
-    {.name = "llada2",
-     .config = "{\"model_type\": \"llada2_moe\", \"vocab_size\": 50, \"hidden_size\": 24,"
-               " \"num_hidden_layers\": 2, \"num_attention_heads\": 8, \"num_key_value_heads\": 2,"
-               " \"head_dim\": 16, \"intermediate_size\": 40, \"hidden_act\": \"silu\","
-               " \"num_experts\": 8, \"num_experts_per_tok\": 2, \"moe_intermediate_size\": 12,"
-               " \"num_shared_experts\": 1, \"first_k_dense_replace\": 1, \"n_group\": 4,"
-               " \"topk_group\": 2, \"partial_rotary_factor\": 0.5, \"rope_theta\": 10000.0,"
-               " \"rms_norm_eps\": 1e-6, \"max_position_embeddings\": 512, \"use_bias\": false,"
-               " \"use_qkv_bias\": false, \"norm_topk_prob\": true, \"use_qk_norm\": true,"
-               " \"routed_scaling_factor\": 2.5, \"score_function\": \"sigmoid\","
-               " \"attention_dropout\": 0.0, \"embedding_dropout\": 0.0, \"output_dropout\": 0.0,"
-               " \"moe_router_enable_expert_bias\": false, \"tie_word_embeddings\": false}",
-     .diffusion = true},
+    {.name = "llada2", .config = LLADA2(8, 2), .diffusion = true},
+    {.name = "llada2, two heads", .config = LLADA2(2, 2), .diffusion = true},
+    {.name = "llada2, whole documents seen", .config = LLADA2(4, 1), .bidirectional = true},
     {.name = "qwen3_moe",
      .config =
          "{\"model_type\": \"qwen3_moe\", \"hidden_size\": 24, \"num_hidden_layers\": 3,"
@@ -341,7 +349,8 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, layou
                          .linear_cp = l.linear_cp,
                          .max_grad_norm = 1.0F,
                          .block = f->diffusion ? BLOCK : 0,
-                         .noisy = f->diffusion};
+                         .noisy = f->diffusion,
+                         .bidirectional = f->bidirectional};
     assert_ok(ith_step_create(&r->step, r->model, &r->session.ctx, &c, false), err);
     fill_weights(r);
 }
@@ -413,7 +422,7 @@ static void run_layout(const struct family *f, const run *alone, layout l)
              (long long)world->size, (long long)l.cp, (long long)l.ulysses, l.zero, l.keep,
              (int)l.linear_cp);
     assert_ok(ith_mesh_open(&mesh, world, l.cp, &err), err);
-    ith_mesh_set_ulysses(&mesh, l.ulysses);
+    ith_mesh_set_ulysses(&mesh, l.ulysses, alone->config.linear_num_value_heads > 0);
     if (l.copies)
         assert_ok(ith_mesh_set_shard(&mesh, world->size / 2, &err), err);
     if (l.ep)
@@ -425,6 +434,15 @@ static void run_layout(const struct family *f, const run *alone, layout l)
     ith_mesh_close(&mesh);
 }
 
+/* As few rings as there can be. */
+static int64_t most_heads(const ith_hf_config *c, int64_t cp)
+{
+    int64_t u = ith_min_i64(cp, c->num_attention_heads);
+    while (cp % u)
+        u--;
+    return u;
+}
+
 /* Experts on 2, 4, .. ranks, with every way to keep; slices without tokens, too. */
 static void test_shared_experts_are_as_one_rank(void **state)
 {
@@ -432,7 +450,7 @@ static void test_shared_experts_are_as_one_rank(void **state)
     int keep = 0;
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         run alone;
-        if (families[i].rings)
+        if (families[i].dense)
             continue;
         open_run(&alone, &families[i], NULL,
                  (layout){0, false, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
@@ -442,7 +460,8 @@ static void test_shared_experts_are_as_one_rank(void **state)
                 if (alone.config.num_experts > 0 && alone.config.num_experts % ep == 0 &&
                     world->size % ep == 0 && (cp == world->size || !families[i].aux_coef))
                     run_layout(&families[i], &alone,
-                               (layout){ep, world->size % 2 == 0 && cp == 1, cp, cp, 3, keep++ % 3,
+                               (layout){ep, world->size % 2 == 0 && cp == 1, cp,
+                                        most_heads(&alone.config, cp), 3, keep++ % 3,
                                         ITH_LINEAR_AUTO});
         close_run(&alone);
     }
@@ -536,23 +555,26 @@ static void test_rows_of_experts_come_back(void **state)
     ith_mesh_close(&mesh);
 }
 
-/* Every division of the group in Ulysses and ring, with every stage and every way to keep. */
+/* Every division of the group in Ulysses and ring, with every stage and every way to keep; degrees
+ * beyond the number of heads. */
 static void test_rings_are_as_one_rank(void **state)
 {
     (void)state;
     int zero = 0, keep = 0;
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         run alone;
-        if (!families[i].rings)
-            continue;
         open_run(&alone, &families[i], NULL,
                  (layout){0, false, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
         make_step(&alone, &families[i], 0, 1);
         for (int64_t cp = world->size; cp > 1; cp = world->size % 4 == 0 && cp > 4 ? cp / 2 : 1)
-            for (int64_t u = 1; u <= cp && u <= alone.config.num_attention_heads; u++)
-                if (cp % u == 0)
+            for (int64_t u = 1; u <= cp && u <= alone.config.num_attention_heads; u++) {
+                bool heads = u % 2 == 0 && cp <= alone.config.linear_num_value_heads;
+                ith_linear_cp linear = heads ? ITH_LINEAR_HEADS : ITH_LINEAR_STATES;
+                if (cp % u == 0 && (families[i].dense || u < cp) &&
+                    (cp == world->size || !families[i].aux_coef))
                     run_layout(&families[i], &alone,
-                               (layout){0, false, cp, u, zero++ % 4, keep++ % 3, ITH_LINEAR_AUTO});
+                               (layout){0, false, cp, u, zero++ % 4, keep++ % 3, linear});
+            }
         close_run(&alone);
     }
 }
@@ -577,12 +599,12 @@ static void walk_ring(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, int64_t *se
     ith_seqs seqs = {.cu_seqlens = docs, .cu_host = cu, .num_docs = 4, .max_len = 35};
     sent[0] = -mesh->cp->bytes_sent;
     assert_ok(ith_ring_attention_forward(mesh, ctx, n, t[6], lse, (ith_qkv){t[0], t[1], t[2]}, seqs,
-                                         0.3F),
+                                         0.3F, true),
               err);
     sent[0] += mesh->cp->bytes_sent;
     sent[1] = -mesh->cp->bytes_sent;
     assert_ok(ith_ring_attention_backward(mesh, ctx, n, (ith_qkv){t[3], t[4], t[5]}, t[7],
-                                          (ith_qkv){t[0], t[1], t[2]}, t[6], lse, seqs, 0.3F),
+                                          (ith_qkv){t[0], t[1], t[2]}, t[6], lse, seqs, 0.3F, true),
               err);
     sent[1] += mesh->cp->bytes_sent;
     int64_t unit = (mesh->cp_size - 1) * rows * 2 * HEADS_KV * DIM;
@@ -592,16 +614,13 @@ static void walk_ring(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, int64_t *se
     }
 }
 
-static void test_a_ring_sends_what_the_formula_says(void **state)
+static void check_ring_bytes(bool in_order)
 {
-    (void)state;
     ith_mesh mesh;
     ith_ctx ctx = ith_ctx_host(ith_backend_cpu(), NULL, &err);
     int64_t n = 48, sent[2];
-    if (n % world->size != 0 || world->size == 1)
-        return;
     assert_ok(ith_mesh_open(&mesh, world, world->size, &err), err);
-    ith_mesh_set_ulysses(&mesh, 1);
+    ith_mesh_set_ulysses(&mesh, 1, in_order);
     assert_ok(ith_plan_create(&ctx.plan, ctx.device, &err), err);
     walk_ring(&mesh, &ctx, n, sent);
     for (int c = 0; c < ITH_MEM_CLASSES; c++)
@@ -615,6 +634,13 @@ static void test_a_ring_sends_what_the_formula_says(void **state)
     ith_mesh_close(&mesh);
 }
 
+static void test_a_ring_sends_what_the_formula_says(void **state)
+{
+    (void)state;
+    for (int in_order = 0; in_order < 2 && 48 % world->size == 0 && world->size > 1; in_order++)
+        check_ring_bytes(in_order);
+}
+
 /* Goal: the choice follows bytes and even heads. */
 static void test_the_cheapest_scheme_is_chosen(void **state)
 {
@@ -623,17 +649,22 @@ static void test_the_cheapest_scheme_is_chosen(void **state)
         int64_t q, kv, cp, e;
         ith_ring_wish wish;
         int64_t ulysses;
+        bool in_order;
     } cases[] = {
-        {32, 8, 8, 2, ITH_RING_AUTO, 8}, {32, 8, 64, 2, ITH_RING_AUTO, 32},
-        {16, 2, 2, 2, ITH_RING_AUTO, 1}, {16, 2, 8, 2, ITH_RING_AUTO, 8},
-        {9, 3, 2, 4, ITH_RING_AUTO, 1}, /* 3 and 6 heads are uneven */
-        {4, 4, 8, 4, ITH_RING_AUTO, 4},  {8, 8, 8, 4, ITH_RING_ONLY, 1},
-        {8, 8, 8, 4, ITH_RING_MIXED, 4}, {8, 8, 2, 4, ITH_RING_MIXED, 0},
-        {4, 4, 8, 4, ITH_RING_NEVER, 0}, {9, 3, 2, 4, ITH_RING_NEVER, 2},
+        {32, 8, 8, 2, ITH_RING_AUTO, 8, false}, {32, 8, 64, 2, ITH_RING_AUTO, 32, false},
+        {16, 2, 2, 2, ITH_RING_AUTO, 1, false}, {16, 2, 8, 2, ITH_RING_AUTO, 8, false},
+        {9, 3, 2, 4, ITH_RING_AUTO, 1, false}, /* 3 and 6 heads are uneven */
+        {4, 4, 8, 4, ITH_RING_AUTO, 4, false},  {8, 8, 8, 4, ITH_RING_ONLY, 1, false},
+        {8, 8, 8, 4, ITH_RING_MIXED, 4, false}, {8, 8, 2, 4, ITH_RING_MIXED, 0, false},
+        {4, 4, 8, 4, ITH_RING_NEVER, 0, false}, {9, 3, 2, 4, ITH_RING_NEVER, 2, false},
+        {8, 2, 2, 2, ITH_RING_AUTO, 2, true}, /* a ring would send less, and work 1.5 of its share
+                                               */
+        {8, 2, 16, 2, ITH_RING_AUTO, 8, true},  {9, 3, 2, 2, ITH_RING_AUTO, 2, true},
+        {8, 2, 8, 2, ITH_RING_ONLY, 1, true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        int64_t u =
-            ith_ring_choose(cases[i].q, cases[i].kv, 128, cases[i].cp, cases[i].e, cases[i].wish);
+        int64_t u = ith_ring_choose(cases[i].q, cases[i].kv, 128, cases[i].cp, cases[i].e,
+                                    cases[i].wish, cases[i].in_order);
         if (u != cases[i].ulysses)
             fail_msg("heads %lld/%lld on %lld ranks: ulysses %lld, expected %lld",
                      (long long)cases[i].q, (long long)cases[i].kv, (long long)cases[i].cp,
@@ -648,7 +679,7 @@ static void test_all_layouts_are_as_one_rank(void **state)
     (void)state;
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         run alone;
-        if (families[i].rings)
+        if (families[i].dense)
             continue;
         open_run(&alone, &families[i], NULL,
                  (layout){0, false, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});

@@ -75,8 +75,12 @@ family() {
 }
 
 family qwen qwen3_5 "dp_size=2 cp_size=2 ep_size=2" batching_strategy=packing
-family blocks llada2 "dp_size=2 cp_size=2 zero_stage=2" diffusion_config.name=block_diffusion diffusion_config.block_size=8
-family random llada2 "cp_size=4 ep_size=4" diffusion_config.name=random_mask diffusion_config.normalizer=micro_batch
+train qwen-rings qwen3_5 cp_size=8 zero_stage=3 batching_strategy=packing || { fail "qwen-rings ended with $?"; tail -3 "$work/qwen-rings.out"; }
+same qwen-rings qwen # more ranks than attention or linear heads
+grep -q "attention: ulysses 4 x ring 2" "$work/qwen-rings.out" && grep -q "passes states" "$work/qwen-rings.out" ||
+    { fail "qwen-rings: other scheme"; grep "attention" "$work/qwen-rings.out"; }
+family blocks llada2 "dp_size=2 cp_size=2 cp_mode=ring zero_stage=2" diffusion_config.name=block_diffusion diffusion_config.block_size=8
+family random llada2 "cp_size=4 cp_mode=hybrid ep_size=4" diffusion_config.name=random_mask diffusion_config.normalizer=micro_batch
 # means of micro-batches depend on what is in one: one sample
 family means llada2 "dp_size=4 zero_stage=1" micro_batch_size=1 diffusion_config.name=block_diffusion diffusion_config.normalizer=micro_batch
 
@@ -96,7 +100,7 @@ END
         eval_split_ratio=0.25
 fi
 
-train wrong qwen3_5 cp_size=8
+train wrong qwen3_5 cp_size=8 cp_mode=ulysses
 [ $? = 2 ] && grep -q "^error: .*cp_size: 8 is more than num_attention_heads 4" "$work/wrong.out" ||
     { fail "cp_size 8"; tail -3 "$work/wrong.out"; }
 
