@@ -1,10 +1,11 @@
 /* golden_check.c - runs directories of reference vectors and prints each error beside its bound.
  *
  *     golden_check [device=cpu|cuda] [dtype=float32|bfloat16] [threads=N]
- * [keep=all|attention|input|host] [chunk=N] [cp=N] [zero=N] DIR...
+ * [keep=all|attention|input|host] [chunk=N] [cp=N] [ulysses=N] [zero=N] DIR...
  *
  * Under mpirun the ranks are dp x cp: documents are dealt to the dp groups, each document's tokens
- * are sliced over the cp ranks. The same values must come out, within the same bounds.
+ * are sliced over the cp ranks, of which `ulysses` neighbours exchange heads (default: all) and the
+ * rest is a ring. The same values must come out, within the same bounds.
  *
  * DIR/hf is a model directory; ref.safetensors holds input_ids, labels, logits (and packed_ids,
  * packed_labels, cu_seqlens, packed_logits, greedy), or of a diffusion model clean, noisy, labels
@@ -46,8 +47,9 @@ typedef struct {
     ith_dtype dtype;
     int threads, keep;
     int64_t chunk, cp;
-    int zero;       /* zero_stage */
-    bool reference; /* plain operators: the yardstick of bf16 */
+    int64_t ulysses; /* 0: cp */
+    int zero;        /* zero_stage */
+    bool reference;  /* plain operators: the yardstick of bf16 */
     routes_mode routes;
     ith_mesh *mesh;
 } options;
@@ -474,33 +476,39 @@ static double rel_norm(const float *a, const char *ref, ith_dtype dtype, int64_t
 /* ---- the checks
  * -------------------------------------------------------------------------------------------- */
 
+/* What is of all tokens of the group -> this rank's. */
+static void upload_own(ith_device *d, void *to, const int32_t *all, const ith_stretch *own)
+{
+    die_on(d->upload(d, to, all + own[0].first, own[0].count * 4, &err));
+    die_on(d->upload(d, (int32_t *)to + own[0].count, all + own[1].first, own[1].count * 4, &err));
+}
+
 /* Forward of the batch in the plan's memory that backward would use; logits of all rows against the
  * reference. */
 static void check_logits(bench *b, const options *o, const ith_micro_batch *batch,
                          const int32_t *origin, mask_kind mask, const ith_st_entry *want,
                          results *r, const char *what)
 {
-    int64_t begin = ith_cp_begin(o->mesh, batch->num_tokens),
-            end = ith_cp_end(o->mesh, batch->num_tokens);
+    ith_stretch own[2];
+    ith_cp_stretches(o->mesh, batch->num_tokens, own);
     ith_ctx *ctx = &b->session.ctx;
     ith_model *m = b->model;
     int64_t n = 0, v = m->config->vocab_size;
     ith_vision_buffers vision;
-    ith_plan *kept = ctx->plan,
-             *own =
-                 NULL; /* logits of all rows are not part of a training step: a plan of their own */
+    /* Logits of all rows are not part of a training step: a plan of their own. */
+    ith_plan *kept = ctx->plan, *plan = NULL;
     ith_tensor hidden = {0}, logits = {0}, rows = {0}, ids = {0}, pos = {0}, all_pos = {0},
                cu = {0}, noisy = {0}, slices = {0};
     int64_t list_size = ith_slice_list_size(batch->num_docs);
     int32_t *host_lists = ith_malloc(list_size * 4);
     ctx->plan = NULL;
-    die_on(ith_plan_create(&own, ctx->device, &err));
-    ctx->plan = own;
+    die_on(ith_plan_create(&plan, ctx->device, &err));
+    ctx->plan = plan;
     for (int pass = 0; pass < 2; pass++) {
-        n = pass ? end - begin : ith_div_ceil(batch->num_tokens, o->mesh->cp_size);
+        n = pass ? own[0].count + own[1].count : ith_div_ceil(batch->num_tokens, o->mesh->cp_size);
         int64_t marks[ITH_MEM_CLASSES];
         for (int c = 0; c < ITH_MEM_CLASSES; c++)
-            marks[c] = ith_plan_mark(own, (ith_mem_class)c);
+            marks[c] = ith_plan_mark(plan, (ith_mem_class)c);
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "ids", ITH_I32, 1, n, 1, 1, 1, &ids));
         int64_t axes = m->has_vision ? 3 : 1;
         die_on(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "pos", ITH_I32, 1, axes * n, 1, 1, 1, &pos));
@@ -525,13 +533,12 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
             for (int64_t i = 0; i < n; i++)
                 all[i] = (int32_t)i;
             ith_device *d = ctx->device;
-            die_on(d->upload(d, ids.data, batch->ids + begin, n * 4, &err));
+            upload_own(d, ids.data, batch->ids, own);
             for (int64_t axis = 0; axis < axes; axis++)
-                die_on(d->upload(
-                    d, (int32_t *)pos.data + axis * n,
-                    (batch->mrope ? batch->mrope + axis * batch->num_tokens : batch->position_ids) +
-                        begin,
-                    n * 4, &err));
+                upload_own(d, (int32_t *)pos.data + axis * n,
+                           batch->mrope ? batch->mrope + axis * batch->num_tokens
+                                        : batch->position_ids,
+                           own);
             die_on(ith_vision_buffers_fill(&vision, m, ctx, batch, &media));
             die_on(d->upload(d, rows.data, all, n * 4, &err));
             die_on(d->upload(d, cu.data, batch->cu_seqlens, (batch->num_docs + 1) * 4, &err));
@@ -575,16 +582,18 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
         die_on(ith_model_logits(m, ctx, logits, hidden, rows));
         if (pass == 0) {
             for (int c = 0; c < ITH_MEM_CLASSES; c++)
-                ith_plan_release(own, (ith_mem_class)c, marks[c]);
-            die_on(ith_plan_commit(own, &err));
+                ith_plan_release(plan, (ith_mem_class)c, marks[c]);
+            die_on(ith_plan_commit(plan, &err));
         }
     }
     float *got = floats(ctx, logits);
     double worst = 0, largest = 0;
     for (int64_t i = 0; i < n * v; i++) {
-        int64_t row = origin[begin + i / v];
-        if (row * v >= ith_st_numel(want)) /* diffusion: only the noisy rows, which come first */
-            break;
+        int64_t at =
+            i / v < own[0].count ? own[0].first + i / v : own[1].first + i / v - own[0].count;
+        int64_t row = origin[at];
+        if (row * v >= ith_st_numel(want)) /* diffusion: only the noisy rows */
+            continue;
         float ref = 0;
         memcpy(&ref, (const char *)want->data + (row * v + i % v) * 4, 4);
         double diff = fabs((double)got[i] - (double)ref);
@@ -599,7 +608,7 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
     ith_free(got);
     ith_free(host_lists);
     ctx->plan = kept;
-    ith_plan_destroy(own);
+    ith_plan_destroy(plan);
 }
 
 static void check_pieces(bench *b, ith_tensor flat, const char *dir, const char *sub, double bound,
@@ -702,11 +711,13 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
     }
     /* A rank whose slice is one token shorter, whose group has no document, whose share of the
      * images or (diffusion: the last layer runs on those rows) of the labels is not the largest
-     * possible, or that passes states and has no document from end to end of its slice, uses less.
+     * possible, that passes states and has no document from end to end of its slice, or (in a ring)
+     * no document from stretch to stretch, uses less.
      */
-    bool full = o->mesh->dp_size == 1 && batch->num_tokens % o->mesh->cp_size == 0 &&
-                (o->mesh->cp_size == 1 ||
-                 !(batch->num_grids || mask.block || mask.bidirectional || b.model->passes_states));
+    bool full =
+        o->mesh->dp_size == 1 && batch->num_tokens % o->mesh->cp_size == 0 &&
+        (o->mesh->cp_size == 1 || !(ith_ring_size(o->mesh) > 1 || batch->num_grids || mask.block ||
+                                    mask.bidirectional || b.model->passes_states));
     for (int c = 0; c < ITH_MEM_CLASSES; c++) {
         const ith_plan *plan = b.session.ctx.plan;
         int64_t planned = ith_plan_peak(plan, (ith_mem_class)c),
@@ -1052,6 +1063,8 @@ static int64_t check_dir(const char *dir, const options *o)
     ith_buf path = {0};
     ith_path_join(&path, dir, "hf");
     die_on(ith_hf_config_load(&g.config, path.data, &err));
+    ith_mesh_set_ulysses(o->mesh, o->ulysses ? o->ulysses : o->mesh->cp_size,
+                         g.config.linear_num_value_heads > 0);
     die_on(ith_st_open(&g.weights, path.data, &err));
     ith_path_join(&path, dir, "ref.safetensors");
     die_on(ith_st_open(&g.ref, path.data, &err));
@@ -1108,6 +1121,8 @@ static int run_dirs(int argc, char **argv, options *o, ith_comm *world)
             o->zero = (int)strtol(eq + 1, NULL, 10);
         else if (eq && strncmp(a, "cp=", 3) == 0)
             o->cp = strtoll(eq + 1, NULL, 10);
+        else if (eq && strncmp(a, "ulysses=", 8) == 0)
+            o->ulysses = strtoll(eq + 1, NULL, 10);
         else if (eq && strncmp(a, "keep=", 5) == 0)
             o->keep = strcmp(eq, "=all") == 0         ? ITH_KEEP_ALL
                       : strcmp(eq, "=attention") == 0 ? ITH_KEEP_ATTENTION
@@ -1120,6 +1135,10 @@ static int run_dirs(int argc, char **argv, options *o, ith_comm *world)
         else if (o->cp < 1 || world->size % o->cp != 0)
             return fprintf(stderr, "golden_check: cp=%lld does not divide %lld ranks\n",
                            (long long)o->cp, (long long)world->size),
+                   2;
+        else if (o->ulysses < 0 || (o->ulysses && o->cp % o->ulysses != 0))
+            return fprintf(stderr, "golden_check: ulysses=%lld does not divide cp=%lld\n",
+                           (long long)o->ulysses, (long long)o->cp),
                    2;
         else {
             die_on(ith_mesh_open(&mesh, world, o->cp, &err));
