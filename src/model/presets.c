@@ -82,6 +82,11 @@ int ith_preset_find(const char *name)
     return -1;
 }
 
+int64_t ith_preset_vocab_size(int preset)
+{
+    return ith_preset_sees(preset) ? 248320 : ith_preset_is_diffusion(preset) ? 157184 : 151936;
+}
+
 bool ith_preset_sees(int preset)
 {
     return preset >= NUM_PRESETS;

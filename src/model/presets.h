@@ -14,6 +14,8 @@ int ith_preset_find(const char *name); /* -1: none */
 ith_status ith_preset_config(int preset, int64_t vocab_size, int64_t eos_token_id, ith_dtype dtype,
                              json_t **out, ith_error *err);
 
+/* Words of the published models of that shape. */
+int64_t ith_preset_vocab_size(int preset);
 /* A diffusion model: its tokenizer needs a mask token. */
 bool ith_preset_is_diffusion(int preset);
 /* A model with a vision tower: its tokenizer needs the tokens of images and videos. */

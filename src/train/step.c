@@ -353,28 +353,39 @@ static ith_status limit_of(ith_step *s, int64_t *limit)
     return ITH_OK;
 }
 
+/* All layers keep the same. */
+static keep_counts all_layers(ith_keep keep, int64_t layers)
+{
+    return keep == ITH_KEEP_ALL         ? (keep_counts){layers, 0, 0, 0}
+           : keep == ITH_KEEP_ATTENTION ? (keep_counts){0, layers, 0, 0}
+           : keep == ITH_KEEP_INPUT     ? (keep_counts){0, 0, layers, 0}
+                                        : (keep_counts){0, 0, 0, 0};
+}
+
 /* The step as it is, for one document of `tokens`, every row labelled. */
-static ith_status bytes_for_tokens(ith_step *s, int64_t tokens, int64_t *out)
+static ith_status bytes_for_tokens(ith_step *s, int64_t tokens, ith_keep keep, int64_t *out)
 {
     ith_step_config *c = &s->config;
     c->max_tokens = c->max_labels = c->max_doc_tokens = tokens;
     c->max_docs = 1;
     s->model->max_positions = tokens;
-    return bytes_of(s, (keep_counts){0, 0, s->model->config->num_hidden_layers, 0}, out);
+    return bytes_of(s, all_layers(keep, s->model->config->num_hidden_layers), out);
 }
 
-ith_status ith_step_longest(const ith_step *step, int64_t limit, int64_t *out)
+ith_status ith_step_longest(const ith_step *step, int64_t limit, ith_keep keep, int64_t *out)
 {
     ith_step s = *step;
     int64_t positions = s.model->max_positions, low = 0, high = MAX_TOKENS, bytes = 0;
     while (low < high) {
         int64_t mid = low + (high - low + 1) / 2;
-        ITH_TRY(bytes_for_tokens(&s, mid, &bytes));
+        ITH_TRY(bytes_for_tokens(&s, mid, keep, &bytes));
         if (bytes <= limit)
             low = mid;
         else
             high = mid - 1;
     }
+    if (low > 0)
+        ITH_TRY(bytes_for_tokens(&s, low, keep, &bytes));
     s.model->max_positions = positions;
     *out = low;
     return ITH_OK;
@@ -383,7 +394,7 @@ ith_status ith_step_longest(const ith_step *step, int64_t limit, int64_t *out)
 static ith_status refuse_too_large(ith_step *s, int64_t limit)
 {
     int64_t longest = 0, needed = ith_plan_total(s->ctx->plan);
-    ITH_TRY(ith_step_longest(s, limit, &longest));
+    ITH_TRY(ith_step_longest(s, limit, ITH_KEEP_INPUT, &longest));
     if (longest == 0)
         return ith_fail(s->ctx->err, ITH_ERR_MEMORY,
                         "%s: the model alone, with gradients and optimizer, does not fit: %.2f GiB "
@@ -403,10 +414,8 @@ static ith_status plan_step(ith_step *s, bool plan_only)
 {
     int64_t layers = s->model->config->num_hidden_layers, limit = 0, unused = 0;
     ITH_TRY(limit_of(s, &limit));
-    const keep_counts one[] = {
-        {layers, 0, 0, 0}, {0, layers, 0, 0}, {0, 0, layers, 0}, {0, 0, 0, 0}}; /* by ith_keep */
     if (s->config.keep >= 0)
-        ITH_TRY(bytes_of(s, one[s->config.keep], &unused));
+        ITH_TRY(bytes_of(s, all_layers((ith_keep)s->config.keep, layers), &unused));
     else
         ITH_TRY(choose_keep(s, limit));
     int64_t total = ith_plan_total(s->ctx->plan);

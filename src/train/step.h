@@ -84,9 +84,9 @@ typedef struct ith_step {
  * plan_only it stops before the commit: for the memory table. */
 ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
                            const ith_step_config *config, bool plan_only);
-/* Tokens of the longest single document whose step fits `limit` bytes, every layer keeping its
- * input only. For steps made with plan_only; the plan holds other numbers afterwards. */
-ith_status ith_step_longest(const ith_step *step, int64_t limit, int64_t *out);
+/* Tokens of the longest single document, every row labelled, whose step fits `limit` bytes, every
+ * layer keeping `keep`; 0: none. For steps made with plan_only; the plan then holds that step. */
+ith_status ith_step_longest(const ith_step *step, int64_t limit, ith_keep keep, int64_t *out);
 void ith_step_destroy(ith_step *step);
 
 /* Many ranks: all of them call the functions below in the same order; the ranks of a cp group with

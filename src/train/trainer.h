@@ -65,6 +65,11 @@ ith_status ith_trainer_open(ith_trainer *t, const ith_config *config, bool plan_
  * poll. */
 ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_comm *world,
                                  bool plan_only, const ith_trainer_hooks *hooks, ith_error *err);
+/* A plan without data: one document of `tokens` tokens, every row labelled, on rank 0 of the job
+ * that the config describes. hf_text: config.json (NULL: that of config->model). Nothing but the
+ * step is there then. Diffusion models, whose batches depend on their noise, are refused. */
+ith_status ith_trainer_open_document(ith_trainer *t, const ith_config *config, const char *hf_text,
+                                     int64_t tokens, ith_error *err);
 void ith_trainer_close(ith_trainer *t);
 
 typedef struct {

@@ -232,12 +232,9 @@ static ith_status open_noise(ith_trainer *t, const ith_trainer_hooks *hooks, ith
     return ITH_OK;
 }
 
-static ith_step_config step_config(const ith_trainer *t)
+static ith_step_config step_config(const ith_trainer *t, ith_batch_limits limits)
 {
     const ith_config *c = t->config;
-    ith_batch_limits limits = clean_limits(t);
-    if (t->noiser)
-        limits = ith_noiser_limits(t->noiser);
     ith_step_config s = {
         .mesh = t->mesh,
         .zero_stage = ith_config_zero_stage(c),
@@ -277,7 +274,7 @@ static ith_status create_model(ith_trainer *t, const ith_step_config *s, ith_dty
                             err);
 }
 
-static ith_status open_step(ith_trainer *t, bool plan_only, ith_error *err)
+static ith_status open_step(ith_trainer *t, ith_batch_limits batch, bool plan_only, ith_error *err)
 {
     _Static_assert(ITH_RECOMPUTE_ATTENTION - ITH_RECOMPUTE_NONE == ITH_KEEP_ATTENTION &&
                        ITH_RECOMPUTE_FULL - ITH_RECOMPUTE_NONE == ITH_KEEP_INPUT,
@@ -286,7 +283,7 @@ static ith_status open_step(ith_trainer *t, bool plan_only, ith_error *err)
                        (int)ITH_LINEAR_CP_STATES == (int)ITH_LINEAR_STATES,
                    "config and step name the same things");
     ith_dtype dtype = ith_config_param_dtype(t->config) == ITH_DTYPE_F32 ? ITH_F32 : ITH_BF16;
-    ith_step_config s = step_config(t);
+    ith_step_config s = step_config(t, batch);
     int64_t *limits[] = {&s.max_tokens,
                          &s.max_docs,
                          &s.max_labels,
@@ -531,7 +528,8 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
         (long long)ith_samples_count(t->samples), (long long)ith_samples_num_tokens(t->samples),
         (long long)t->steps_per_epoch, (long long)t->total_steps);
     ITH_TRY_OUT(ith_trainer_agree(t, open_noise(t, hooks, err), err));
-    ITH_TRY_OUT(ith_trainer_agree(t, open_step(t, plan_only, err), err));
+    ith_batch_limits limits = t->noiser ? ith_noiser_limits(t->noiser) : clean_limits(t);
+    ITH_TRY_OUT(ith_trainer_agree(t, open_step(t, limits, plan_only, err), err));
     bool shares = t->layout.cp_size > 1 && t->hf.linear_num_value_heads > 0;
     if (!shares && ith_config_is_set(config, "linear_cp_mode"))
         ith_trainer_say(hooks, "linear_cp_mode: no effect, %s",
@@ -541,6 +539,40 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
         ith_trainer_say(hooks, "linear attention: %s",
                         t->model->passes_states ? "passes states between parts of the sequence"
                                                 : "exchanges parts of the sequence for heads");
+    return ITH_OK;
+out:
+    ith_trainer_close(t);
+    return status;
+}
+
+ith_status ith_trainer_open_document(ith_trainer *t, const ith_config *config, const char *hf_text,
+                                     int64_t tokens, ith_error *err)
+{
+    ith_status status = ITH_OK;
+    memset(t, 0, sizeof *t);
+    t->config = config;
+    ITH_TRY_OUT(ith_config_check_supported(config, err));
+    ITH_TRY_OUT(open_mesh(t, NULL, true, err));
+    ITH_TRY_OUT(
+        hf_text ? ith_hf_config_parse(&t->hf, hf_text, (int64_t)strlen(hf_text), "config.json", err)
+                : ith_hf_config_load(&t->hf, config->model, err));
+    if (ith_is_diffusion(config, &t->hf))
+        ITH_TRY_OUT(ith_fail(err, ITH_ERR_USAGE,
+                             "%s: batches of a diffusion model depend on its noise (plan a run "
+                             "with its data)",
+                             t->hf.model_type));
+    ITH_TRY_OUT(check_mesh(t, err));
+    ITH_TRY_OUT(open_session(t, true, err));
+    ITH_TRY_OUT(check_gpu_mesh(t, err));
+    ITH_TRY_OUT(choose_scheme(t, err));
+    ITH_TRY_OUT(open_links(t, err));
+    ITH_TRY_OUT(open_step(t,
+                          (ith_batch_limits){.max_tokens = tokens,
+                                             .max_docs = 1,
+                                             .max_labels = tokens,
+                                             .max_doc_tokens = tokens,
+                                             .max_micro = 1},
+                          true, err));
     return ITH_OK;
 out:
     ith_trainer_close(t);

@@ -245,7 +245,8 @@ static ith_status absent_memory(ith_device *d, int64_t *free_bytes, int64_t *tot
                                 ith_error *err)
 {
     (void)free_bytes, (void)total_bytes;
-    return absent_alloc(d, 0, NULL, err);
+    return ith_fail(err, ITH_ERR_USAGE,
+                    "%s: its memory is not known without it (give memory_limit)", d->name);
 }
 
 static void absent_free(ith_device *d, void *ptr)

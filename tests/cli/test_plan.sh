@@ -1,0 +1,49 @@
+#!/bin/sh
+# ithaca plan without data: memory of one rank of a job that is not there, and the longest documents.  test_plan.sh ITHACA
+set -u
+ithaca=$1
+failures=0
+fail() { echo "FAIL: $*"; failures=$((failures + 1)); }
+plan() { "$ithaca" plan --size 8b device=cpu "$@" 2>&1; }
+
+# A published shape on eight ranks: its parameters, its scheme, a memory table.
+text=$(plan --tokens 1048576 cp_size=8 zero_stage=3 recompute=full) || fail "--tokens ended with $?"
+for row in "model: qwen3, 8.19e+09 parameters, 36 layers" "ranks: 8 = dp 1 x cp 8, of cp ulysses 8 x ring 1" \
+    "AdamW m" "layer input .*x36" "at most 1048576 tokens in 1 documents"; do
+    echo "$text" | grep -q "$row" || fail "--tokens: no '$row'"
+done
+
+# The longest document fits, and a few percent more do not; more devices and less kept give longer ones.
+table=$(plan --longest) || fail "--longest ended with $?"
+[ "$(echo "$table" | grep -c " GB ")" = 8 ] || fail "--longest: not 8 rows"
+echo "$table" | awk '$3 == "GB" { for (i = 4; i <= 5; i++) if ($i != "-") { if (old[$2, i] && $i < 1.9 * old[$2, i] - 1) bad = 1; old[$2, i] = $i }
+    if ($4 != "-" && $4 >= $5) bad = 1 } END { exit bad }' || { fail "--longest: order"; echo "$table"; }
+tokens=$(echo "$table" | awk '$1 == 8 && $2 == 80 { print $5 }')
+bytes_of() {
+    plan --tokens "$1" cp_size=8 zero_stage=3 recompute=full | sed -n 's/^memory on .*: \([0-9.]*\) GiB planned/\1/p'
+}
+fits=$(bytes_of "$tokens") more=$(bytes_of $((tokens + tokens / 50)))
+awk -v a="$fits" -v b="$more" 'BEGIN { limit = 80 * 0.97e9 / 1073741824; exit !(a <= limit + 0.005 && a > 0.99 * limit && b > limit) }' ||
+    fail "$tokens tokens in 80 GB: $fits GiB, and $more GiB for 2 % more"
+
+# A model directory serves as a shape does: only config.json is read.
+work=$(mktemp -d) && mkdir "$work/model" || exit 1
+cat >"$work/model/config.json" <<END
+{"model_type": "qwen3", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+ "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
+END
+"$ithaca" plan --tokens 4096 model="$work/model" device=cpu 2>&1 | grep -q "of 2 layers" || fail "model directory"
+rm -r "$work"
+
+refused() { # TEXT arguments...
+    want=$1; shift
+    out=$("$ithaca" plan "$@" 2>&1)
+    [ $? = 2 ] && echo "$out" | grep -q "^error: $want" || { fail "$*: no '$want'"; echo "$out"; }
+}
+refused "plan: give a configuration file, or --tokens or --longest"
+refused "--size goes with --tokens or --longest" --size 8b x.yaml
+refused "llada2_moe: batches of a diffusion model depend on its noise" --size tiny-llada2 --tokens 100
+refused ".*cp_size: 64 is more than num_attention_heads 32" --size 8b --tokens 4096 cp_size=64 cp_mode=ulysses
+
+[ $failures = 0 ] && echo "plans agree"
+exit $((failures > 0))
