@@ -5,11 +5,12 @@ CMAKE_ARGS ?=
 PREFIX ?= /usr/local
 DESTDIR ?=
 
-.PHONY: help all deps demo check check-asan check-ubsan check-tsan fuzz bench lint format install docs clean
+.PHONY: help all deps demo check check-long check-asan check-ubsan check-tsan fuzz bench lint format install docs clean
 
 help:
 	@echo "make demo         build, make a small model, fine-tune it on the bundled data, let it answer (under 3 minutes)"
 	@echo "make check        build and run every test"
+	@echo "make check-long   every division of a model among 2 to 16 ranks (minutes)"
 	@echo "make check-asan   the same under AddressSanitizer; check-ubsan, check-tsan likewise"
 	@echo "make fuzz         fuzz every reader of foreign bytes (clang; FUZZ_SECONDS=60 each)"
 	@echo "make bench        operators and steps as a share of what the machine can do"
@@ -33,6 +34,9 @@ demo: deps
 
 check: all
 	@tools/run_tests.sh $(BUILD)
+
+check-long: all
+	@tests/dist/check_long.sh $(BUILD)
 
 check-asan:
 	@$(MAKE) check BUILD=build-asan CMAKE_ARGS="-DITH_SANITIZE=address -DITH_CUDA=off -DCMAKE_BUILD_TYPE=Debug"

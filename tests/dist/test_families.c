@@ -2,7 +2,8 @@
  * Method: each rank first makes one step alone over all documents, then its part of it in a job of
  * dp x cp ranks at each ZeRO stage, attention by Ulysses, rings and both, linear layers by heads
  * and by states; borders of documents lie on and inside the slices, some ranks have no label,
- * images are in several documents. */
+ * images are in several documents. `test_families all` makes every layout instead of some, twice:
+ * the second run has the same bits. */
 #include "testing.h"
 
 #include <math.h>
@@ -108,8 +109,16 @@ static const struct family {
 
 /* ---- the batch ---- */
 
-enum { MAX_TOKENS = 256, NUM_DOCS = 6, BLOCK = 4, PIXELS_PER_PATCH = 8 };
-static const int64_t lengths[NUM_DOCS] = {1, 17, 3, 30, 2, 11};
+enum { MAX_TOKENS = 256, MAX_DOCS = 8, BLOCK = 4, PIXELS_PER_PATCH = 8 };
+/* Borders inside slices; one document that fills all, with the labels of one rank; borders on the
+ * slices of 2, 4 and 8 ranks. */
+static const struct documents {
+    int64_t count, lengths[MAX_DOCS];
+    bool last_labels;
+} sets[] = {
+    {6, {1, 17, 3, 30, 2, 11}, false}, {1, {64}, true}, {8, {8, 8, 8, 8, 8, 8, 8, 8}, false}};
+enum { NUM_SETS = sizeof sets / sizeof *sets };
+static const struct documents *docs = &sets[0];
 /* Images of a document: at its token 1, one after the other with a token between. */
 static const struct {
     int64_t doc;
@@ -118,8 +127,8 @@ static const struct {
 enum { NUM_IMAGES = sizeof images / sizeof *images };
 
 typedef struct {
-    int32_t ids[MAX_TOKENS], positions[MAX_TOKENS], labels[MAX_TOKENS], cu[NUM_DOCS + 1];
-    int32_t noisy[NUM_DOCS], mrope[3 * MAX_TOKENS];
+    int32_t ids[MAX_TOKENS], positions[MAX_TOKENS], labels[MAX_TOKENS], cu[MAX_DOCS + 1];
+    int32_t noisy[MAX_DOCS], mrope[3 * MAX_TOKENS];
     float weights[MAX_TOKENS], pixels[1024];
     ith_grid grids[NUM_IMAGES + 1];
     ith_micro_batch b;
@@ -157,11 +166,16 @@ static int32_t token_of(int64_t doc, int64_t i)
     return (int32_t)ith_rng_below(5, (uint64_t)doc, (uint64_t)i, 40);
 }
 
-/* Labels in the first half of documents: some slices have none. */
+/* In the first half of documents: some slices have none. */
+static bool has_label(int64_t i, int64_t len)
+{
+    return docs->last_labels ? i + 4 >= len : 2 * i < len;
+}
+
 static void causal_document(batch *x, int64_t doc, bool media)
 {
     int32_t ids[64];
-    int64_t len = lengths[doc], at = 1, patches = 0;
+    int64_t len = docs->lengths[doc], at = 1, patches = 0;
     for (int64_t i = 0; i < len; i++)
         ids[i] = token_of(doc, i);
     for (int k = 0; media && k < NUM_IMAGES; k++)
@@ -173,7 +187,7 @@ static void causal_document(batch *x, int64_t doc, bool media)
             x->grids[x->b.num_grids++] = images[k].grid;
         }
     for (int64_t i = 0; i < len; i++)
-        add_row(x, ids[i], i, i + 1 < len && 2 * i < len ? ids[i + 1] : -100,
+        add_row(x, ids[i], i, i + 1 < len && has_label(i, len) ? ids[i + 1] : -100,
                 doc % 2 ? 1.0F : 0.5F);
     assert_true(at <= len + 1);
     for (int64_t i = 0; i < x->b.num_grids; i++)
@@ -207,7 +221,7 @@ static void noisy_document(batch *x, ith_noiser *noiser, int64_t doc)
     int32_t x0[64], xt[64], target[64];
     float weights[64];
     ith_micro_batch one;
-    for (int64_t i = 0; i < lengths[doc]; i++) {
+    for (int64_t i = 0; i < docs->lengths[doc]; i++) {
         bool masked = (i + doc) % 3 != 0;
         x0[i] = token_of(doc, i);
         xt[i] = masked ? 47 : x0[i];
@@ -215,7 +229,7 @@ static void noisy_document(batch *x, ith_noiser *noiser, int64_t doc)
         weights[i] = 1;
     }
     ith_noiser_begin(noiser);
-    ith_noiser_add(noiser, x0, xt, target, weights, lengths[doc], doc);
+    ith_noiser_add(noiser, x0, xt, target, weights, docs->lengths[doc], doc);
     ith_noiser_end(noiser, &one);
     if (one.num_tokens == 0)
         return;
@@ -229,18 +243,18 @@ static void noisy_document(batch *x, ith_noiser *noiser, int64_t doc)
 static void make_batch(batch *x, const struct family *f, const ith_hf_config *config,
                        int64_t dp_rank, int64_t dp_size)
 {
-    bool mine[NUM_DOCS];
+    bool mine[MAX_DOCS];
     ith_noiser *noiser = NULL;
     ith_noise_options o = {.blocks = true, .block_size = BLOCK, .mask_id = 47, .same_token = true};
     ith_batch_limits limits = {.max_tokens = MAX_TOKENS,
-                               .max_docs = NUM_DOCS,
+                               .max_docs = MAX_DOCS,
                                .max_labels = MAX_TOKENS,
                                .max_doc_tokens = 64,
                                .max_micro = 1};
     assert_ok(ith_noiser_create(&noiser, &o, &limits, &err), err);
     begin(x);
-    for (int64_t doc = 0; doc < NUM_DOCS; doc++) {
-        mine[doc] = doc % dp_size == dp_rank && (!f->few || lengths[doc] <= 3);
+    for (int64_t doc = 0; doc < docs->count; doc++) {
+        mine[doc] = doc % dp_size == dp_rank && (!f->few || docs->lengths[doc] <= 3);
         if (mine[doc] && f->diffusion)
             noisy_document(x, noiser, doc);
         else if (mine[doc])
@@ -261,6 +275,7 @@ typedef struct {
     int64_t cp, ulysses; /* ulysses: ranks that exchange heads, of cp; the rest is a ring */
     int zero, keep;
     ith_linear_cp linear_cp;
+    ith_dtype dtype; /* 0 is f32 */
 } layout;
 
 typedef struct {
@@ -270,7 +285,7 @@ typedef struct {
     ith_step *step;
     double loss, norm;
     int64_t n;
-    float *grad, *w; /* [n] of the flat layout */
+    float *grad, *w; /* [n] of the flat layout; w of f32 models */
 } run;
 
 /* Decay is slow: what happens in one slice is felt in all behind it. */
@@ -281,15 +296,21 @@ static void fill_weights(run *r)
         const ith_hf_piece *p = &m->pieces[i];
         float *values = ith_malloc(p->count * 4);
         int64_t from = 0, at = m->params[p->param].first + p->first, n = p->count, to = at;
+        ith_tensor w = m->w;
         ith_model_init_piece(m, p, 3, 0, p->count, values);
         for (int64_t k = 0; k < p->count; k++)
             values[k] = p->init == ITH_INIT_ZEROS                   ? 0.1F * sinf((float)k)
                         : p->init == ITH_INIT_A_LOG                 ? -4 - 0.1F * (float)k
                         : p->init == ITH_INIT_NORMAL && !p->is_norm ? 4 * values[k]
                                                                     : values[k];
-        if (m->zero_stage >= 3)
+        if (at >= m->num_act) {
+            w = m->w_f32;
+            to -= m->num_act;
+        } else if (m->zero_stage >= 3) {
             n = ith_shard_overlap(m->shard, at, p->count, &from, &to);
-        memcpy((float *)m->w.data + to, values + from, (size_t)n * 4);
+        }
+        ith_convert((char *)w.data + to * ith_dtype_bytes(w.dtype), w.dtype, values + from, ITH_F32,
+                    n);
         ith_free(values);
     }
     assert_ok(ith_model_refresh_weights(m, &r->session.ctx), err);
@@ -331,15 +352,15 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, layou
         err);
     assert_ok(ith_session_open(&r->session, ITH_USE_CPU, 0, 1, false, &err), err);
     r->session.ctx.err = &err;
-    assert_ok(f->media ? ith_model_create_multimodal(&r->model, &r->config, ITH_F32, 128, &err)
-                       : ith_model_create(&r->model, &r->config, ITH_F32, 128, &err),
+    assert_ok(f->media ? ith_model_create_multimodal(&r->model, &r->config, l.dtype, 128, &err)
+                       : ith_model_create(&r->model, &r->config, l.dtype, 128, &err),
               err);
     r->model->aux_coef = f->aux_coef;
     assert_ok(ith_model_freeze(r->model, f->frozen, &err), err);
     ith_step_config c = {.mesh = mesh,
                          .zero_stage = l.zero,
                          .max_tokens = MAX_TOKENS,
-                         .max_docs = NUM_DOCS,
+                         .max_docs = MAX_DOCS,
                          .max_labels = MAX_TOKENS,
                          .max_doc_tokens = 128,
                          .vision = {128, 8, 64},
@@ -381,7 +402,7 @@ static void make_step(run *r, const struct family *f, int64_t dp_rank, int64_t d
               err);
     r->loss = stats.loss + stats.aux_loss;
     r->norm = stats.grad_norm;
-    r->w = whole(r, r->model->w);
+    r->w = r->model->dtype == ITH_F32 ? whole(r, r->model->w) : NULL;
 }
 
 static double distance(const float *a, const float *b, int64_t n)
@@ -396,6 +417,11 @@ static double distance(const float *a, const float *b, int64_t n)
 
 static void compare(const run *r, const run *alone, const char *what)
 {
+    double far = distance(r->grad, alone->grad, r->n);
+    if (!r->w && !(far <= 2e-2)) /* bf16 */
+        fail_msg("%s: gradient differs by %g", what, far);
+    if (!r->w)
+        return;
     for (int64_t i = 0; i < r->model->num_params; i++) { /* each parameter by itself */
         const ith_param *p = &r->model->params[i];
         int64_t n = p->shape[0] * p->shape[1] * p->shape[2];
@@ -412,26 +438,49 @@ static void compare(const run *r, const run *alone, const char *what)
             fail_msg("%s: %s differs by %g", what, names[i], errors[i]);
 }
 
+static void open_mesh(ith_mesh *mesh, const run *alone, layout l)
+{
+    assert_ok(ith_mesh_open(mesh, world, l.cp, &err), err);
+    ith_mesh_set_ulysses(mesh, l.ulysses, alone->config.linear_num_value_heads > 0);
+    if (l.copies)
+        assert_ok(ith_mesh_set_shard(mesh, world->size / 2, &err), err);
+    if (l.ep)
+        assert_ok(ith_mesh_set_experts(mesh, l.ep, &err), err);
+}
+
+static bool thorough; /* every layout, twice: tests of the label `long` */
+
 static void run_layout(const struct family *f, const run *alone, layout l)
 {
-    char what[128];
+    char what[160];
     ith_mesh mesh;
-    run r;
+    run r, again;
     snprintf(what, sizeof what,
-             "%s, %lld ranks, cp %lld, ulysses %lld, zero %d, keep %d, linear %d", f->name,
-             (long long)world->size, (long long)l.cp, (long long)l.ulysses, l.zero, l.keep,
-             (int)l.linear_cp);
-    assert_ok(ith_mesh_open(&mesh, world, l.cp, &err), err);
-    ith_mesh_set_ulysses(&mesh, l.ulysses, alone->config.linear_num_value_heads > 0);
-    if (l.copies)
-        assert_ok(ith_mesh_set_shard(&mesh, world->size / 2, &err), err);
-    if (l.ep)
-        assert_ok(ith_mesh_set_experts(&mesh, l.ep, &err), err);
+             "%s, documents %d, %lld ranks, cp %lld, ulysses %lld, ep %lld, zero %d, keep %d, "
+             "linear %d",
+             f->name, (int)(docs - sets), (long long)world->size, (long long)l.cp,
+             (long long)l.ulysses, (long long)l.ep, l.zero, l.keep, (int)l.linear_cp);
+    open_mesh(&mesh, alone, l);
     open_run(&r, f, &mesh, l);
     make_step(&r, f, mesh.dp_rank, mesh.dp_size);
     compare(&r, alone, what);
+    if (thorough) {
+        open_run(&again, f, &mesh, l);
+        make_step(&again, f, mesh.dp_rank, mesh.dp_size);
+        if (memcmp(&again.loss, &r.loss, sizeof r.loss) != 0 ||
+            memcmp(again.grad, r.grad, (size_t)r.n * 4) != 0 ||
+            (r.w && memcmp(again.w, r.w, (size_t)r.n * 4) != 0))
+            fail_msg("%s: a second run has other bits", what);
+        close_run(&again);
+    }
     close_run(&r);
     ith_mesh_close(&mesh);
+}
+
+static void open_alone(run *r, const struct family *f, ith_dtype dtype)
+{
+    open_run(r, f, NULL, (layout){.cp = 1, .ulysses = 1, .keep = ITH_KEEP_ALL, .dtype = dtype});
+    make_step(r, f, 0, 1);
 }
 
 /* As few rings as there can be. */
@@ -452,9 +501,7 @@ static void test_shared_experts_are_as_one_rank(void **state)
         run alone;
         if (families[i].dense)
             continue;
-        open_run(&alone, &families[i], NULL,
-                 (layout){0, false, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
-        make_step(&alone, &families[i], 0, 1);
+        open_alone(&alone, &families[i], ITH_F32);
         for (int64_t ep = 2; ep <= world->size; ep++)
             for (int64_t cp = 1; cp <= world->size; cp += world->size - 1)
                 if (alone.config.num_experts > 0 && alone.config.num_experts % ep == 0 &&
@@ -462,9 +509,86 @@ static void test_shared_experts_are_as_one_rank(void **state)
                     run_layout(&families[i], &alone,
                                (layout){ep, world->size % 2 == 0 && cp == 1, cp,
                                         most_heads(&alone.config, cp), 3, keep++ % 3,
-                                        ITH_LINEAR_AUTO});
+                                        ITH_LINEAR_AUTO, ITH_F32});
         close_run(&alone);
     }
+}
+
+static bool is_linear(const run *alone)
+{
+    return alone->config.linear_num_value_heads > 0;
+}
+
+/* Borders on and inside slices, one document over all ranks: as few rings as there can be, and one
+ * ring. bf16 is held to 2e-2 of the gradient, where no expert is chosen. */
+static void test_borders_and_bf16(void **state)
+{
+    (void)state;
+    int zero = 0;
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++)
+        for (int set = 0; set < NUM_SETS; set++)
+            for (int bf16 = 0; bf16 < 2; bf16++) {
+                const struct family *f = &families[i];
+                run alone;
+                docs = &sets[set];
+                if (f->media || f->few || f->aux_coef || (set == 0 && !bf16))
+                    continue;
+                open_alone(&alone, f, bf16 ? ITH_BF16 : ITH_F32);
+                int64_t cp = world->size, u = most_heads(&alone.config, cp);
+                if (!bf16 || !alone.config.num_experts)
+                    for (int64_t k = 0; k < 2; k++)
+                        run_layout(f, &alone,
+                                   (layout){0, false, cp, k ? 1 : u, zero++ % 4, ITH_KEEP_ATTENTION,
+                                            ITH_LINEAR_AUTO, alone.model->dtype});
+                close_run(&alone);
+            }
+    docs = &sets[0];
+}
+
+/* One family: every cp and U, stage, way of linear layers, and number of ranks that share experts.
+ */
+static void run_every_layout(const struct family *f, const run *alone)
+{
+    int keep = 0;
+    for (int64_t cp = 1; cp <= world->size; cp++)
+        for (int64_t u = 1; u <= cp && u <= alone->config.num_attention_heads; u++)
+            for (int zero = 0; zero < 4 && world->size % cp == 0 && cp % u == 0; zero++)
+                for (int linear = ITH_LINEAR_HEADS; linear <= ITH_LINEAR_STATES; linear++)
+                    for (int64_t ep = 1; ep <= 4; ep *= 2) {
+                        bool first = linear == ITH_LINEAR_HEADS;
+                        if ((!is_linear(alone) || cp == 1) && !first)
+                            continue;
+                        if (is_linear(alone) && first && cp > alone->config.linear_num_value_heads)
+                            continue;
+                        if (ep > 1 && (zero < 3 || !alone->config.num_experts ||
+                                       alone->config.num_experts % ep || world->size % ep))
+                            continue;
+                        if (f->aux_coef && cp < world->size)
+                            continue;
+                        run_layout(f, alone,
+                                   (layout){ep, false, cp, u, zero, keep++ % 3,
+                                            (ith_linear_cp)linear, ITH_F32});
+                    }
+}
+
+static void test_every_layout(void **state)
+{
+    (void)state;
+    if (!thorough)
+        skip();
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++)
+        for (int set = 0; set < NUM_SETS; set++) {
+            const struct family *f = &families[i];
+            run alone;
+            bool one = f->media || f->few || f->aux_coef || world->size > 8;
+            if ((set > 0 && one) || (world->size > 8 && !f->dense))
+                continue;
+            docs = &sets[set];
+            open_alone(&alone, f, ITH_F32);
+            run_every_layout(f, &alone);
+            close_run(&alone);
+        }
+    docs = &sets[0];
 }
 
 /* Goal: rows reach the experts that they are for, in any number of rounds, and come back to their
@@ -563,9 +687,7 @@ static void test_rings_are_as_one_rank(void **state)
     int zero = 0, keep = 0;
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         run alone;
-        open_run(&alone, &families[i], NULL,
-                 (layout){0, false, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
-        make_step(&alone, &families[i], 0, 1);
+        open_alone(&alone, &families[i], ITH_F32);
         for (int64_t cp = world->size; cp > 1; cp = world->size % 4 == 0 && cp > 4 ? cp / 2 : 1)
             for (int64_t u = 1; u <= cp && u <= alone.config.num_attention_heads; u++) {
                 bool heads = u % 2 == 0 && cp <= alone.config.linear_num_value_heads;
@@ -573,7 +695,7 @@ static void test_rings_are_as_one_rank(void **state)
                 if (cp % u == 0 && (families[i].dense || u < cp) &&
                     (cp == world->size || !families[i].aux_coef))
                     run_layout(&families[i], &alone,
-                               (layout){0, false, cp, u, zero++ % 4, keep++ % 3, linear});
+                               (layout){0, false, cp, u, zero++ % 4, keep++ % 3, linear, ITH_F32});
             }
         close_run(&alone);
     }
@@ -585,18 +707,18 @@ static void walk_ring(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, int64_t *se
     enum { HEADS_Q = 4, HEADS_KV = 2, DIM = 8 };
     static const int32_t cu[] = {0, 5, 5, 40, 48};
     const int64_t rows = n / mesh->cp_size, counts[] = {HEADS_Q, HEADS_KV, HEADS_KV};
-    ith_tensor t[8], lse, docs;
+    ith_tensor t[8], lse, borders;
     for (int i = 0; i < 8; i++)
         assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_F32, 3, rows,
                                i < 6 ? counts[i % 3] : HEADS_Q, DIM, 1, &t[i]),
                   err);
     assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_F32, 2, rows, HEADS_Q, 1, 1, &lse),
               err);
-    assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_I32, 1, 5, 1, 1, 1, &docs), err);
+    assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_I32, 1, 5, 1, 1, 1, &borders), err);
     for (int i = 0; i < 8 && !ith_ctx_counting(ctx); i++)
         for (int64_t k = 0; k < ith_numel(t[i]); k++)
             ((float *)t[i].data)[k] = sinf((float)(k + i));
-    ith_seqs seqs = {.cu_seqlens = docs, .cu_host = cu, .num_docs = 4, .max_len = 35};
+    ith_seqs seqs = {.cu_seqlens = borders, .cu_host = cu, .num_docs = 4, .max_len = 35};
     sent[0] = -mesh->cp->bytes_sent;
     assert_ok(ith_ring_attention_forward(mesh, ctx, n, t[6], lse, (ith_qkv){t[0], t[1], t[2]}, seqs,
                                          0.3F, true),
@@ -681,9 +803,7 @@ static void test_all_layouts_are_as_one_rank(void **state)
         run alone;
         if (families[i].dense)
             continue;
-        open_run(&alone, &families[i], NULL,
-                 (layout){0, false, 1, 1, 0, ITH_KEEP_ALL, ITH_LINEAR_AUTO});
-        make_step(&alone, &families[i], 0, 1);
+        open_alone(&alone, &families[i], ITH_F32);
         for (int64_t cp = 1; cp <= world->size && cp <= alone.config.num_attention_heads; cp++)
             for (int zero = 0; zero <= 3 && world->size % cp == 0; zero++) {
                 bool all =
@@ -692,11 +812,11 @@ static void test_all_layouts_are_as_one_rank(void **state)
                     continue;
                 run_layout(&families[i], &alone,
                            (layout){0, world->size % 2 == 0 && cp == world->size, cp, cp, zero,
-                                    keeps[zero], ITH_LINEAR_HEADS});
+                                    keeps[zero], ITH_LINEAR_HEADS, ITH_F32});
                 if (cp > 1 && !families[i].diffusion)
                     run_layout(&families[i], &alone,
                                (layout){0, world->size % 2 == 0 && cp == world->size, cp, cp, zero,
-                                        keeps[zero], ITH_LINEAR_STATES});
+                                        keeps[zero], ITH_LINEAR_STATES, ITH_F32});
             }
         close_run(&alone);
     }
@@ -718,15 +838,18 @@ static void test_the_cheaper_way(void **state)
     assert_false(ith_delta_scan_pays(4, &shape, 16));
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_all_layouts_are_as_one_rank),
                                        cmocka_unit_test(test_rings_are_as_one_rank),
                                        cmocka_unit_test(test_shared_experts_are_as_one_rank),
+                                       cmocka_unit_test(test_borders_and_bf16),
+                                       cmocka_unit_test(test_every_layout),
                                        cmocka_unit_test(test_rows_of_experts_come_back),
                                        cmocka_unit_test(test_a_ring_sends_what_the_formula_says),
                                        cmocka_unit_test(test_the_cheapest_scheme_is_chosen),
                                        cmocka_unit_test(test_the_cheaper_way)};
+    thorough = argc > 1 && strcmp(argv[1], "all") == 0;
     if (ith_comm_open_world(&world, 120, &err) != ITH_OK) {
         fprintf(stderr, "%s\n", err.text);
         return 1;

@@ -99,8 +99,9 @@ static inline void small_fill(small_run *r, uint64_t seed)
     }
 }
 
-static inline void small_open(small_run *r, const small_shape *shape, ith_dtype dtype, int threads,
-                              const ith_step_config *config)
+/* device: a copy of the CPU's, which then is a device beside the host; NULL: the CPU itself. */
+static inline void small_open_on(small_run *r, const small_shape *shape, ith_dtype dtype,
+                                 int threads, const ith_step_config *config, ith_device *device)
 {
     memset(r, 0, sizeof *r);
     ith_buf text = {0};
@@ -108,10 +109,20 @@ static inline void small_open(small_run *r, const small_shape *shape, ith_dtype 
     assert_ok(ith_hf_config_parse(&r->config, text.data, text.len, "config.json", &r->err), r->err);
     ith_buf_deinit(&text);
     assert_ok(ith_session_open(&r->session, ITH_USE_CPU, 0, threads, false, &r->err), r->err);
+    if (device) {
+        r->session.ctx.device = device;
+        assert_ok(ith_session_new_plan(&r->session), r->err);
+    }
     assert_ok(ith_model_create(&r->model, &r->config, dtype, config->max_doc_tokens, &r->err),
               r->err);
     assert_ok(ith_step_create(&r->step, r->model, &r->session.ctx, config, false), r->err);
     small_fill(r, 7);
+}
+
+static inline void small_open(small_run *r, const small_shape *shape, ith_dtype dtype, int threads,
+                              const ith_step_config *config)
+{
+    small_open_on(r, shape, dtype, threads, config, NULL);
 }
 
 static inline void small_close(small_run *r)

@@ -16,7 +16,7 @@ static const int64_t lengths[] = {5, 1, 17, 3, 30, 2, 64, 9};
 typedef struct {
     double loss, norm;
     float *grad, *w, *row_loss;
-    int64_t num;
+    int64_t num, bytes, inputs; /* bytes planned; layers that keep their input on the device */
 } outcome;
 
 static void outcome_free(outcome *o)
@@ -32,6 +32,8 @@ typedef struct {
     int threads, keep;
     int64_t chunk, mlp_tile, per_micro; /* per_micro: documents of a micro-batch; 0: all */
     bool weighted, unfilled;            /* unfilled: limits larger than the batch */
+    ith_device *device;                 /* see small_open_on */
+    int64_t limit;                      /* of its memory, with keep -1 */
 } how;
 
 static const ith_adamw_hyper hyper = {1e-2f, 0.9f, 0.99f, 1e-8f, 0.01f, 1};
@@ -44,13 +46,14 @@ static outcome run_step(const small_shape *shape, how h)
     c.keep = h.keep;
     c.chunk_rows = h.chunk;
     c.max_grad_norm = 0.5f;
+    c.memory_limit = h.limit;
     if (h.unfilled) {
         c.max_tokens += 77;
         c.max_docs += 3;
         c.max_labels += 11;
     }
     small_run r;
-    small_open(&r, shape, h.dtype, h.threads, &c);
+    small_open_on(&r, shape, h.dtype, h.threads, &c, h.device);
     if (h.mlp_tile)
         r.model->mlp_tile = h.mlp_tile;
     for (int64_t i = 0; i < r.model->num_params; i++) /* a step begins with whatever was there */
@@ -72,6 +75,8 @@ static outcome run_step(const small_shape *shape, how h)
     assert_false(stats.skipped);
     o.norm = stats.grad_norm;
     o.w = small_floats(&r, r.step->master.ndim ? r.step->master : r.model->w);
+    o.bytes = ith_plan_total(r.session.ctx.plan);
+    o.inputs = r.step->layers_keep_input;
     small_batch_free(&whole);
     small_close(&r);
     return o;
@@ -184,7 +189,7 @@ static void test_step_any_chunk_size_is_the_same(void **state)
         for (int k = 0; k < 4; k++) {
             h.chunk = chunks[k];
             outcome o = run_step(shapes[s].shape, h);
-            assert_close(shapes[s].shape, &o, &chosen, 1e-5, shapes[s].name);
+            assert_close(shapes[s].shape, &o, &chosen, 1e-6, shapes[s].name);
             outcome_free(&o);
         }
         outcome_free(&chosen);
@@ -225,7 +230,7 @@ static void test_step_recompute_is_bit_equal(void **state)
         for (int d = 0; d < 2; d++) {
             how h = {.dtype = types[d], .threads = 2, .keep = ITH_KEEP_ALL};
             outcome all = run_step(shapes[s].shape, h);
-            for (int keep = ITH_KEEP_ATTENTION; keep <= ITH_KEEP_INPUT; keep++) {
+            for (int keep = ITH_KEEP_ATTENTION; keep <= ITH_KEEP_HOST; keep++) {
                 h.keep = keep;
                 outcome o = run_step(shapes[s].shape, h);
                 assert_same_bits(&o, &all, shapes[s].name);
@@ -233,6 +238,31 @@ static void test_step_recompute_is_bit_equal(void **state)
             }
             outcome_free(&all);
         }
+}
+
+/* Inputs of layers on the device, on the host, and by the plan some here and some there. */
+static void test_step_inputs_on_the_host_are_bit_equal(void **state)
+{
+    (void)state;
+    ith_device device = *ith_device_cpu();
+    small_shape deep = small_dense;
+    deep.layers = 6;
+    how h = {.dtype = ITH_BF16, .threads = 2, .keep = ITH_KEEP_INPUT, .device = &device};
+    outcome here = run_step(&deep, h), there, both;
+    h.keep = ITH_KEEP_HOST;
+    there = run_step(&deep, h);
+    assert_same_bits(&there, &here, "on the host");
+    assert_true(there.bytes < here.bytes);
+    h.keep = -1;
+    h.limit = (here.bytes + there.bytes) / 2;
+    both = run_step(&deep, h);
+    assert_same_bits(&both, &here, "here and there");
+    if (both.inputs <= 0 || both.inputs >= deep.layers || both.bytes > h.limit)
+        fail_msg("%lld of %lld layers here, %lld bytes of %lld", (long long)both.inputs,
+                 (long long)deep.layers, (long long)both.bytes, (long long)h.limit);
+    outcome_free(&here);
+    outcome_free(&there);
+    outcome_free(&both);
 }
 
 /* Unused room in the planned buffers changes nothing. */
@@ -544,6 +574,7 @@ int main(void)
         cmocka_unit_test(test_step_any_chunk_size_is_the_same),
         cmocka_unit_test(test_step_weights_weigh),
         cmocka_unit_test(test_step_recompute_is_bit_equal),
+        cmocka_unit_test(test_step_inputs_on_the_host_are_bit_equal),
         cmocka_unit_test(test_step_larger_limits_are_bit_equal),
         cmocka_unit_test(test_step_threads_are_bit_equal),
         cmocka_unit_test(test_step_mlp_tiles_agree),
