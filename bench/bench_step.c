@@ -4,8 +4,10 @@
  * [keep=auto|all|attention|input|host] [master=fp32|bf16] [dtype=bfloat16] [chunk=N] [vocab=151936]
  * [threads=N] [profile=0|1] [csv=FILE] [memory=GIB] [plan=1] [json=1]
  *
- * Under mpirun the ranks share the work: [cp=1] ranks a sequence, the others other sequences;
- * [zero=0]. Tokens per second are those of all ranks.
+ * Under mpirun the ranks share the work: [cp=1] ranks a sequence, of which [ulysses=cp] neighbours
+ * exchange heads and the rest is a ring, the others other sequences; [zero=0]. Tokens per second
+ * are those of all ranks; what rank 0 sends in a step, and on CPUs how long its exchanges take,
+ * waiting for the others included, are told apart.
  *
  * Every token is real (no padding) and labelled. Prints the median step, tokens per second, share
  * of the measured matmul rate and planned memory; with profile=1 the time by operator, its sum
@@ -23,7 +25,7 @@
 
 typedef struct {
     char model[32], csv[256];
-    int64_t batch, seq, steps, warm, chunk, vocab, memory_gib, cp, zero;
+    int64_t batch, seq, steps, warm, chunk, vocab, memory_gib, cp, ulysses, zero;
     int keep, threads;
     ith_use_device device;
     bool bf16_states, profile, plan, json;
@@ -88,7 +90,8 @@ static options parse(int argc, char **argv)
             int64_t *to;
         } numbers[] = {{"batch", &o.batch},       {"seq", &o.seq},     {"steps", &o.steps},
                        {"warm", &o.warm},         {"chunk", &o.chunk}, {"vocab", &o.vocab},
-                       {"memory", &o.memory_gib}, {"cp", &o.cp},       {"zero", &o.zero}};
+                       {"memory", &o.memory_gib}, {"cp", &o.cp},       {"ulysses", &o.ulysses},
+                       {"zero", &o.zero}};
         bool found = false;
         for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
             if (is(a, numbers[k].key, &v)) {
@@ -195,6 +198,41 @@ static ith_micro_batch make_batch(const options *o)
     return b;
 }
 
+/* What this rank has sent, and how long that took, in all groups. */
+typedef struct {
+    double bytes, seconds;
+} traffic;
+
+static traffic traffic_of(const ith_mesh *m)
+{
+    traffic t = {0, 0};
+    const ith_comm *const groups[] = {
+        m->world,
+        m->cp,
+        m->dp,
+        m->device_world == m->world ? NULL : m->device_world,
+        m->device_cp == m->cp || m->device_cp == m->device_world ? NULL : m->device_cp,
+        m->beside == m->device_world ? NULL : m->beside};
+    for (int i = 0; i < 6; i++)
+        if (groups[i]) {
+            t.bytes += (double)groups[i]->bytes_sent;
+            t.seconds += groups[i]->seconds;
+        }
+    return t;
+}
+
+static void print_traffic(const ith_mesh *m, traffic before, int64_t steps, bool waits,
+                          double step_ms)
+{
+    traffic t = traffic_of(m);
+    double ms = 1e3 * (t.seconds - before.seconds) / (double)steps;
+    printf("exchanges: rank 0 sends %.1f MiB a step",
+           (t.bytes - before.bytes) / (double)steps / (1 << 20));
+    if (waits)
+        printf(", in %.1f ms (%.1f%%)", ms, 100 * ms / step_ms);
+    printf("\n");
+}
+
 static int by_value(const void *a, const void *b)
 {
     double x = *(const double *)a, y = *(const double *)b;
@@ -242,6 +280,7 @@ int main(int argc, char **argv)
     if (world->size > 1) {
         mesh = &mesh_store;
         check(ith_mesh_open(mesh, world, o.cp, &err));
+        ith_mesh_set_ulysses(mesh, o.ulysses ? o.ulysses : o.cp, hf.linear_num_value_heads > 0);
         if (session.cuda)
             check(ith_mesh_open_device(mesh, ctx->device, o.zero >= 2, &err));
     }
@@ -289,9 +328,12 @@ int main(int argc, char **argv)
     ith_step_stats stats = {0};
     if (o.profile)
         check(ith_profile_create(&ctx->profile, &err));
+    traffic before_steps = {0, 0};
     for (int64_t i = 0; i < o.warm + o.steps; i++) {
         if (i == o.warm && ctx->profile)
             ith_profile_reset(ctx->profile);
+        if (i == o.warm && mesh)
+            before_steps = traffic_of(mesh);
         double start = now_s();
         ith_step_begin(step, b.weight_sum * dp);
         check(ith_step_micro(step, &b));
@@ -308,6 +350,8 @@ int main(int argc, char **argv)
     }
     qsort(ms, (size_t)o.steps, sizeof *ms, by_value);
     double median = ms[o.steps / 2], best = ms[0];
+    if (mesh)
+        print_traffic(mesh, before_steps, o.steps, !session.cuda, median);
     check(ctx->device->memory(ctx->device, &free_bytes, &total_bytes, &err));
     check(ith_measure_matmul_rate(&session, o.dtype, &rate));
     check(ith_comm_all_reduce(world, &rate, 1, ITH_F64, ITH_REDUCE_SUM, &err));

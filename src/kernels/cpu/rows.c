@@ -189,33 +189,43 @@ static ith_tensor flat_rest(ith_tensor t)
     return ith_tensor_2d((char *)t.data + first * ith_dtype_bytes(t.dtype), t.dtype, 1, n - first);
 }
 
+/* task over the elements of `count` tensors of one shape: stretches of memory, or rows. False: it
+ * is neither. */
+static bool each_element(ith_ctx *ctx, ith_task task, const ith_tensor *t, int count)
+{
+    bool flat = true, fast = true;
+    for (int k = 0; k < count; k++) {
+        flat = flat && ith_is_contiguous(t[k]);
+        fast = fast && is_fast(t[k]);
+    }
+    if (!fast || (!flat && t[0].ndim != 2))
+        return false;
+    ith_cpu_rows rows = {.i = {flat ? FLAT_ROW : t[0].shape[1]}}, rest = {0};
+    for (int k = 0; k < count; k++) {
+        rows.t[k] = flat ? flat_rows(t[k]) : t[k];
+        rest.t[k] = flat_rest(t[k]);
+    }
+    ith_pool_for(ctx->pool, rows.t[0].shape[0], flat ? 4 : grain_of(row_bytes(t[0])), task, &rows);
+    rest.i[0] = rest.t[0].shape[1];
+    if (flat && rest.i[0])
+        task(&rest, 0, 1, 0);
+    return true;
+}
+
 static ith_status add(ith_ctx *ctx, ith_tensor y, ith_tensor a, ith_tensor b)
 {
-    const ith_cpu_level *level = ith_cpu_level_get();
-    bool flat = ith_is_contiguous(y) && ith_is_contiguous(a) && ith_is_contiguous(b);
-    if (!is_fast(y) || (!flat && y.ndim != 2))
-        return ith_backend_ref()->add.run(ctx, y, a, b);
-    if (!flat) {
-        ith_cpu_rows rows = {.t = {y, a, b}, .i = {y.shape[1]}};
-        ith_pool_for(ctx->pool, y.shape[0], grain_of(row_bytes(y)), level->add, &rows);
-        return ITH_OK;
-    }
-    ith_cpu_rows rows = {.t = {flat_rows(y), flat_rows(a), flat_rows(b)}, .i = {FLAT_ROW}};
-    ith_pool_for(ctx->pool, rows.t[0].shape[0], 4, level->add, &rows);
-    ith_cpu_rows rest = {.t = {flat_rest(y), flat_rest(a), flat_rest(b)}};
-    rest.i[0] = rest.t[0].shape[1];
-    if (rest.i[0])
-        level->add(&rest, 0, 1, 0);
-    return ITH_OK;
+    const ith_tensor t[] = {y, a, b};
+    return each_element(ctx, ith_cpu_level_get()->add, t, 3)
+               ? ITH_OK
+               : ith_backend_ref()->add.run(ctx, y, a, b);
 }
 
 static ith_status cast(ith_ctx *ctx, ith_tensor y, ith_tensor x)
 {
-    if (!is_fast(y) || !is_fast(x) || !ith_is_contiguous(y) || !ith_is_contiguous(x))
-        return ith_backend_ref()->cast.run(ctx, y, x);
-    ith_cpu_rows a = {.t = {y, x}};
-    ith_pool_for(ctx->pool, ith_numel(y), 32768, ith_cpu_level_get()->cast, &a);
-    return ITH_OK;
+    const ith_tensor t[] = {y, x};
+    return each_element(ctx, ith_cpu_level_get()->cast, t, 2)
+               ? ITH_OK
+               : ith_backend_ref()->cast.run(ctx, y, x);
 }
 
 static void zero_task(void *arg, int64_t begin, int64_t end, int thread)

@@ -292,7 +292,8 @@ INLINE void swiglu_backward_as(const ith_cpu_rows *a, int64_t begin, int64_t end
 }
 ROWS_TASK(swiglu_backward, 2, swiglu_backward_as)
 
-/* ---- elements: y, a, b as rows of i[0] elements; embedding gradient: dw, dy, ids ---- */
+/* ---- elements: y, a, b (of a cast y, x) as rows of i[0] elements; embedding gradient: dw, dy, ids
+ * ---- */
 
 INLINE void add_as(const ith_cpu_rows *a, int64_t begin, int64_t end, bool bf16)
 {
@@ -307,8 +308,12 @@ ROWS_TASK(add, 0, add_as)
 
 INLINE void cast_as(const ith_cpu_rows *a, int64_t begin, int64_t end, bool to_bf16, bool bf16)
 {
-    for (int64_t i = begin; i < end; i += VW)
-        v_put(a->t[0].data, i, end - i, v_get(a->t[1].data, i, end - i, bf16), to_bf16);
+    for (int64_t t = begin; t < end; t++) {
+        char *out = row_at(a->t[0], t);
+        const char *in = row_at(a->t[1], t);
+        for (int64_t i = 0; i < a->i[0]; i += VW)
+            v_put(out, i, a->i[0] - i, v_get(in, i, a->i[0] - i, bf16), to_bf16);
+    }
 }
 
 static void cast(void *arg, int64_t begin, int64_t end, int thread)
