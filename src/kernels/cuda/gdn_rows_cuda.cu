@@ -3,10 +3,10 @@
  * the blocks' sums are added in order of the block; block counts are constants. */
 #include "kernels/cuda/common.cuh"
 
-/* e^-x = inf gives 0, as it should. */
+/* Within a few units in the last place. e^-x = inf gives 0, as it should. */
 __device__ __forceinline__ float sigmoid(float x)
 {
-    return __fdividef(1.0f, 1.0f + expf(-x));
+    return __fdividef(1.0f, 1.0f + __expf(-x));
 }
 
 /* ---- convolution: a thread owns N channels of a run of rows and slides a window along it; it
@@ -498,61 +498,79 @@ static ith_status gdn_gates_backward(ith_ctx *ctx, ith_tensor da, ith_tensor db,
     return ITH_CUDA_LAUNCHED(ctx, a);
 }
 
-/* ---- gated RMSNorm: a block owns a token, a warp GROUP of its heads at a time, a lane N elements
- * by ITEMS of each: all are read before the first is worked on, and before any is written ---- */
+/* ---- gated RMSNorm: LANES lanes own a head of a token, a lane N elements by ITEMS of it; a warp
+ * works on GROUP rounds of heads at once: all are read before the first is worked on, and before
+ * any is written ---- */
 
-enum { NORM_WARPS = 8, NORM_BLOCKS = ITH_CUDA_SMS * 3, GROUP = 4 };
+enum { NORM_WARPS = 8, NORM_BLOCKS = ITH_CUDA_SMS * 4, GROUP = 2 };
 
 struct gated_args {
     ith_tensor y, x, z, dy, dx, dz; /* y: forward; dy, dx, dz: backward */
     float eps;
 };
 
+/* Where a warp is: `rounds` of its heads make a token. */
+template <int LANES> struct gated_place {
+    int64_t t, h;
+    __device__ __forceinline__ gated_place(int64_t turn, int64_t heads)
+    {
+        constexpr int HEADS = 32 / LANES * GROUP;
+        int64_t rounds = (heads + HEADS - 1) / HEADS;
+        t = turn / rounds;
+        h = turn % rounds * HEADS + (int)threadIdx.x % 32 / LANES;
+    }
+};
+
 /* Elements of head h of row t, zero behind the vector's end and the last head. */
-template <typename T, int N, int ITEMS>
-__device__ __forceinline__ void load_vector(float (&x)[ITEMS][N], const ith_tensor &from, int64_t t,
-                                            int64_t h)
+template <int ITEMS, int LANES, typename T, int N>
+__device__ __forceinline__ void load_vector(vec<T, N> (&x)[ITEMS], const ith_tensor &from,
+                                            int64_t t, int64_t h)
 {
     const T *vector = (const T *)from.data + t * from.stride[0] + h * from.stride[1];
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        int64_t d = (int64_t)(i * 32 + threadIdx.x % 32) * N;
-        if (d < from.shape[2] && h < from.shape[1])
-            load_any<T, N>(x[i], vector + d);
-        else
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                x[i][j] = 0;
+        int64_t d = (int64_t)(i * LANES + (int)threadIdx.x % LANES) * N;
+        x[i] = d < from.shape[2] && h < from.shape[1]
+                   ? *reinterpret_cast<const vec<T, N> *>(vector + d)
+                   : vec<T, N>{};
     }
 }
 
-template <typename T, int N, int ITEMS>
+template <int ITEMS, typename T, int N>
+__device__ __forceinline__ void unpack_all(float (&out)[ITEMS][N], const vec<T, N> (&x)[ITEMS])
+{
+#pragma unroll
+    for (int i = 0; i < ITEMS; i++)
+        unpack<T, N>(out[i], x[i]);
+}
+
+template <typename T, int N, int ITEMS, int LANES>
 __device__ __forceinline__ void store_vector(const ith_tensor &to, int64_t t, int64_t h,
                                              const float (&x)[ITEMS][N])
 {
     T *vector = (T *)to.data + t * to.stride[0] + h * to.stride[1];
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        int64_t d = (int64_t)(i * 32 + threadIdx.x % 32) * N;
+        int64_t d = (int64_t)(i * LANES + (int)threadIdx.x % LANES) * N;
         if (d < to.shape[2] && h < to.shape[1])
             store_f32<T, N>(vector + d, x[i]);
     }
 }
 
 /* w, zero behind its end. */
-template <int N, int ITEMS>
+template <int N, int ITEMS, int LANES>
 __device__ __forceinline__ void load_weight(float (&f)[ITEMS][N], const float *w, int64_t dim)
 {
 #pragma unroll
     for (int i = 0; i < ITEMS; i++)
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            int64_t d = (int64_t)(i * 32 + threadIdx.x % 32) * N + j;
+            int64_t d = (int64_t)(i * LANES + (int)threadIdx.x % LANES) * N + j;
             f[i][j] = d < dim ? w[d] : 0.0f;
         }
 }
 
-template <int N, int ITEMS>
+template <int N, int ITEMS, int LANES>
 __device__ __forceinline__ float rstd_of(const float (&x)[ITEMS][N], int64_t dim, float eps)
 {
     float squares = 0;
@@ -561,81 +579,92 @@ __device__ __forceinline__ float rstd_of(const float (&x)[ITEMS][N], int64_t dim
 #pragma unroll
         for (int j = 0; j < N; j++)
             squares += x[i][j] * x[i][j];
-    return 1.0f / sqrtf(group_sum(squares, 32) / (float)dim + eps);
+    return rsqrtf(group_sum(squares, LANES) / (float)dim + eps);
 }
 
-template <typename T, int N, int ITEMS>
-__global__ void __launch_bounds__(NORM_WARPS * 32, 3) gated_fwd(gated_args a, const float *w)
+template <typename T, int N, int ITEMS, int LANES>
+__global__ void __launch_bounds__(NORM_WARPS * 32)
+    gated_fwd(gated_args a, const float *w, int64_t turns)
 {
     int64_t dim = a.x.shape[2];
     float f[ITEMS][N];
-    load_weight<N, ITEMS>(f, w, dim);
-    for (int64_t t = blockIdx.x; t < a.x.shape[0]; t += gridDim.x)
-        for (int64_t h = threadIdx.x / 32 * GROUP; h < a.x.shape[1]; h += NORM_WARPS * GROUP) {
-            float x[GROUP][ITEMS][N], z[GROUP][ITEMS][N];
+    load_weight<N, ITEMS, LANES>(f, w, dim);
+    for (int64_t turn = (int64_t)blockIdx.x * NORM_WARPS + threadIdx.x / 32; turn < turns;
+         turn += (int64_t)gridDim.x * NORM_WARPS) {
+        gated_place<LANES> p(turn, a.x.shape[1]);
+        vec<T, N> xs[GROUP][ITEMS], zs[GROUP][ITEMS];
 #pragma unroll
-            for (int v = 0; v < GROUP; v++) {
-                load_vector<T, N, ITEMS>(x[v], a.x, t, h + v);
-                load_vector<T, N, ITEMS>(z[v], a.z, t, h + v);
-            }
-#pragma unroll
-            for (int v = 0; v < GROUP; v++) {
-                float r = rstd_of<N, ITEMS>(x[v], dim, a.eps);
-#pragma unroll
-                for (int i = 0; i < ITEMS; i++)
-#pragma unroll
-                    for (int j = 0; j < N; j++)
-                        x[v][i][j] = f[i][j] * round_to<T>(x[v][i][j] * r) *
-                                     (z[v][i][j] * sigmoid(z[v][i][j]));
-                store_vector<T, N, ITEMS>(a.y, t, h + v, x[v]);
-            }
+        for (int v = 0; v < GROUP; v++) {
+            load_vector<ITEMS, LANES>(xs[v], a.x, p.t, p.h + v * (32 / LANES));
+            load_vector<ITEMS, LANES>(zs[v], a.z, p.t, p.h + v * (32 / LANES));
         }
+#pragma unroll
+        for (int v = 0; v < GROUP; v++) {
+            float x[ITEMS][N], z[ITEMS][N];
+            unpack_all(x, xs[v]);
+            unpack_all(z, zs[v]);
+            float r = rstd_of<N, ITEMS, LANES>(x, dim, a.eps);
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    x[i][j] = f[i][j] * round_to<T>(x[i][j] * r) * (z[i][j] * sigmoid(z[i][j]));
+            store_vector<T, N, ITEMS, LANES>(a.y, p.t, p.h + v * (32 / LANES), x);
+        }
+    }
 }
 
 /* partial: [blocks, dim] of dw, or NULL. */
-template <typename T, int N, int ITEMS, int MANY>
-__global__ void __launch_bounds__(NORM_WARPS * 32, 3)
-    gated_bwd(gated_args a, float *__restrict__ partial, const float *__restrict__ w)
+template <typename T, int N, int ITEMS, int LANES>
+__global__ void __launch_bounds__(NORM_WARPS * 32)
+    gated_bwd(gated_args a, float *__restrict__ partial, const float *__restrict__ w, int64_t turns)
 {
     __shared__ float joined[NORM_WARPS][32 * N * ITEMS];
     int64_t dim = a.x.shape[2];
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
     float dw[ITEMS][N] = {}, f[ITEMS][N];
-    load_weight<N, ITEMS>(f, w, dim);
-    for (int64_t t = blockIdx.x; t < a.x.shape[0]; t += gridDim.x)
-        for (int64_t h = warp * MANY; h < a.x.shape[1]; h += NORM_WARPS * MANY) {
-            float x[MANY][ITEMS][N], z[MANY][ITEMS][N], g[MANY][ITEMS][N];
+    load_weight<N, ITEMS, LANES>(f, w, dim);
+    for (int64_t turn = (int64_t)blockIdx.x * NORM_WARPS + warp; turn < turns;
+         turn += (int64_t)gridDim.x * NORM_WARPS) {
+        gated_place<LANES> p(turn, a.x.shape[1]);
+        vec<T, N> xs[GROUP][ITEMS], zs[GROUP][ITEMS], gs[GROUP][ITEMS];
 #pragma unroll
-            for (int v = 0; v < MANY; v++) {
-                load_vector<T, N, ITEMS>(x[v], a.x, t, h + v);
-                load_vector<T, N, ITEMS>(z[v], a.z, t, h + v);
-                load_vector<T, N, ITEMS>(g[v], a.dy, t, h + v);
-            }
-#pragma unroll
-            for (int v = 0; v < MANY; v++) {
-                float r = rstd_of<N, ITEMS>(x[v], dim, a.eps), dot = 0;
-#pragma unroll
-                for (int i = 0; i < ITEMS; i++)
-#pragma unroll
-                    for (int j = 0; j < N; j++) {
-                        float gate = z[v][i][j], s = sigmoid(gate), xh = x[v][i][j] * r;
-                        float through = g[v][i][j] * gate * s, grad = g[v][i][j] * f[i][j];
-                        dw[i][j] += through * xh;
-                        dot += through * xh * f[i][j];
-                        x[v][i][j] = xh;
-                        g[v][i][j] = through * f[i][j];
-                        z[v][i][j] = grad * xh * s * (1.0f + gate * (1.0f - s));
-                    }
-                float mean = group_sum(dot, 32) / (float)dim;
-#pragma unroll
-                for (int i = 0; i < ITEMS; i++)
-#pragma unroll
-                    for (int j = 0; j < N; j++)
-                        g[v][i][j] = r * (g[v][i][j] - x[v][i][j] * mean);
-                store_vector<T, N, ITEMS>(a.dx, t, h + v, g[v]);
-                store_vector<T, N, ITEMS>(a.dz, t, h + v, z[v]);
-            }
+        for (int v = 0; v < GROUP; v++) {
+            int64_t h = p.h + v * (32 / LANES);
+            load_vector<ITEMS, LANES>(xs[v], a.x, p.t, h);
+            load_vector<ITEMS, LANES>(zs[v], a.z, p.t, h);
+            load_vector<ITEMS, LANES>(gs[v], a.dy, p.t, h);
         }
+#pragma unroll
+        for (int v = 0; v < GROUP; v++) {
+            float x[ITEMS][N], z[ITEMS][N], g[ITEMS][N], dot = 0;
+            unpack_all(x, xs[v]);
+            unpack_all(z, zs[v]);
+            unpack_all(g, gs[v]);
+            float r = rstd_of<N, ITEMS, LANES>(x, dim, a.eps);
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++)
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    float gate = z[i][j], s = sigmoid(gate), xh = x[i][j] * r;
+                    float through = g[i][j] * gate * s, grad = g[i][j] * f[i][j];
+                    dw[i][j] += through * xh;
+                    through *= f[i][j];
+                    dot += through * xh;
+                    x[i][j] = xh;
+                    g[i][j] = through;
+                    z[i][j] = grad * xh * (s + gate * (s - s * s));
+                }
+            float mean = group_sum(dot, LANES) / (float)dim;
+#pragma unroll
+            for (int i = 0; i < ITEMS; i++)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    g[i][j] = r * (g[i][j] - x[i][j] * mean);
+            store_vector<T, N, ITEMS, LANES>(a.dx, p.t, p.h + v * (32 / LANES), g);
+            store_vector<T, N, ITEMS, LANES>(a.dz, p.t, p.h + v * (32 / LANES), z);
+        }
+    }
     if (!partial)
         return;
 #pragma unroll
@@ -647,19 +676,25 @@ __global__ void __launch_bounds__(NORM_WARPS * 32, 3)
     for (int64_t d = threadIdx.x; d < dim; d += NORM_WARPS * 32) {
         float sum = 0;
         for (int i = 0; i < NORM_WARPS; i++)
-            sum += joined[i][d];
+            for (int own = 0; own < 32; own += LANES) /* item, lane, element of the lane */
+                sum += joined[i][(d / N / LANES * 32 + own + d / N % LANES) * N + d % N];
         partial[blockIdx.x * dim + d] = sum;
     }
 }
 
-/* Calls F(N, ITEMS). */
+/* Calls F(N, ITEMS, LANES). wide: rows start at 16-byte aligned addresses. */
 #define BY_DIM(dim, wide, F)                                                                       \
     do {                                                                                           \
         if ((wide) && (dim) <= 128)                                                                \
-            F(4, 1);                                                                               \
+            F(WIDE<T>, 1, 128 / WIDE<T>);                                                          \
         else                                                                                       \
-            F(1, 8);                                                                               \
+            F(1, 8, 32);                                                                           \
     } while (0)
+
+template <int LANES> static int64_t norm_turns(ith_tensor x)
+{
+    return x.shape[0] * ith_div_ceil(x.shape[1], 32 / LANES * GROUP);
+}
 
 static ith_status check_dim(ith_ctx *ctx, ith_tensor x)
 {
@@ -676,11 +711,12 @@ static ith_status gated_rmsnorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x
     ITH_TRY(check_dim(ctx, x));
     if (x.shape[0] * x.shape[1] == 0)
         return ITH_OK;
-    bool wide = rows_aligned(y, 4) && rows_aligned(x, 4) && rows_aligned(z, 4);
-#define LAUNCH(N, ITEMS)                                                                           \
-    gated_fwd<T, N, ITEMS>                                                                         \
-        <<<grid_of(x.shape[0], 1, NORM_BLOCKS), NORM_WARPS * 32, 0, ith_cuda_stream(ctx)>>>(           \
-            a, (const float *)w.data)
+    int64_t n = 16 / ith_dtype_bytes(x.dtype);
+    bool wide = rows_aligned(y, n) && rows_aligned(x, n) && rows_aligned(z, n);
+#define LAUNCH(N, ITEMS, LANES)                                                                    \
+    gated_fwd<T, N, ITEMS, LANES>                                                                  \
+        <<<grid_of(norm_turns<LANES>(x), NORM_WARPS, NORM_BLOCKS), NORM_WARPS * 32, 0,             \
+           ith_cuda_stream(ctx)>>>(a, (const float *)w.data, norm_turns<LANES>(x))
     ITH_BY_TYPE(x.dtype, BY_DIM(x.shape[2], wide, LAUNCH));
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, x);
@@ -703,13 +739,13 @@ static ith_status gated_rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor
     ITH_TRY(check_dim(ctx, x));
     if (x.shape[0] * x.shape[1] == 0)
         return ITH_OK;
-    bool wide = rows_aligned(dx, 4) && rows_aligned(dz, 4) && rows_aligned(dy, 4) &&
-                rows_aligned(x, 4) && rows_aligned(z, 4);
+    int64_t n = 16 / ith_dtype_bytes(x.dtype);
+    bool wide = rows_aligned(dx, n) && rows_aligned(dz, n) && rows_aligned(dy, n) &&
+                rows_aligned(x, n) && rows_aligned(z, n);
     float *partial = is_absent(dw) ? NULL : (float *)ctx->scratch;
-#define LAUNCH(N, ITEMS)                                                                           \
-    gated_bwd<T, N, ITEMS, ITEMS == 1 ? 2 : 1>                                                     \
-        <<<(unsigned)blocks, NORM_WARPS * 32, 0, ith_cuda_stream(ctx)>>>(a, partial,               \
-                                                                         (const float *)w.data)
+#define LAUNCH(N, ITEMS, LANES)                                                                    \
+    gated_bwd<T, N, ITEMS, LANES><<<(unsigned)blocks, NORM_WARPS * 32, 0, ith_cuda_stream(ctx)>>>( \
+        a, partial, (const float *)w.data, norm_turns<LANES>(x))
     ITH_BY_TYPE(x.dtype, BY_DIM(x.shape[2], wide, LAUNCH));
 #undef LAUNCH
     if (partial) {
