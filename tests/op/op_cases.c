@@ -292,6 +292,8 @@ static const document_list document_lists[] = {
     {9, {0, 1, 2, 3, 4, 5, 6, 7, 8, 9}}, /* 8: all single */
     {2, {0, 128, 256}},                  /* 9: equal */
     {2, {0, 100, 17000}},                /* 10: longer than a stretch of the CUDA delta rule */
+    {1, {0, 65536}},                     /* 11, 12: as long as training goes */
+    {1, {0, 262144}},
 };
 
 static ith_seqs make_seqs(op_run *r, int64_t docs, int64_t *rows)
@@ -1096,13 +1098,32 @@ static const op_case cases[] = {
 #include "op_cases.inc"
 };
 
+/* Seconds to minutes each in the reference. */
+static const op_case long_cases[] = {
+    C(gated_delta_rule_forward, 10, 1, 2, 128, 128, 1, 1),
+    C(gated_delta_rule_forward, 11, 1, 1, 128, 128, 1, 0),
+    C(gated_delta_rule_forward, 12, 1, 1, 128, 128, 0, 0),
+    C(gated_delta_rule_forward, 12, 1, 1, 128, 128, 2, 0),
+    C(gated_delta_rule_backward, 10, 1, 2, 128, 128, 1, 1),
+    C(gated_delta_rule_backward, 10, 1, 1, 128, 128, 0, 0),
+    C(gated_delta_rule_backward, 11, 1, 1, 128, 128, 0, 0),
+    C(gated_delta_rule_backward, 11, 1, 1, 128, 128, 2, 0),
+    C(gated_delta_rule_backward, 12, 1, 1, 128, 128, 0, 0),
+    C(gated_delta_rule_backward, 12, 1, 1, 128, 128, 2, 0),
+};
+
 int64_t op_case_count(void)
 {
     return (int64_t)(sizeof cases / sizeof cases[0]);
 }
 
+int64_t op_long_case_count(void)
+{
+    return (int64_t)(sizeof long_cases / sizeof long_cases[0]);
+}
+
 const op_case *op_case_at(int64_t i)
 {
-    ITH_ASSERT(i >= 0 && i < op_case_count());
-    return &cases[i];
+    ITH_ASSERT(i >= 0 && i < op_case_count() + op_long_case_count());
+    return i < op_case_count() ? &cases[i] : &long_cases[i - op_case_count()];
 }

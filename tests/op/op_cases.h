@@ -5,7 +5,9 @@
 
 #include "op_bench.h"
 
+/* The long cases follow the others. */
 int64_t op_case_count(void);
+int64_t op_long_case_count(void);
 const op_case *op_case_at(int64_t i);
 
 #endif

@@ -1,9 +1,11 @@
 /* op_check - compares a backend with the reference, one line a case; exit 0 when all bounds hold.
  *
  *     op_check [device=cpu|ref|cuda] [dtype=f32|bf16|all] [seed=N] [only=TEXT] [quiet=1] [fast=1]
+ * [long=1]
  *
  * only= keeps the cases whose text contains TEXT; quiet=1 prints failures and the count alone;
- * fast=1 does not ask the backend for bit-equal re-runs. */
+ * fast=1 does not ask the backend for bit-equal re-runs; long=1 runs the cases that take the
+ * reference seconds or minutes, and only those. */
 #include "op_cases.h"
 
 #ifdef ITH_HAVE_CUDA_LOADER
@@ -16,7 +18,7 @@
 typedef struct {
     const char *device, *dtype, *only;
     uint64_t seed;
-    bool quiet, fast;
+    bool quiet, fast, longer;
 } options;
 
 static const char *value_of(const char *arg, const char *key)
@@ -42,6 +44,8 @@ static bool parse(int argc, char **argv, options *o)
             o->quiet = *v == '1';
         else if ((v = value_of(argv[i], "fast=")))
             o->fast = *v == '1';
+        else if ((v = value_of(argv[i], "long=")))
+            o->longer = *v == '1';
         else
             return false;
     }
@@ -104,7 +108,7 @@ int main(int argc, char **argv)
     options o;
     if (!parse(argc, argv, &o)) {
         fprintf(stderr, "usage: op_check [device=cpu|ref|cuda] [dtype=f32|bf16|all] [seed=N] "
-                        "[only=TEXT] [quiet=1] [fast=1]\n");
+                        "[only=TEXT] [quiet=1] [fast=1] [long=1]\n");
         return 2;
     }
     static ith_error err;
@@ -119,7 +123,9 @@ int main(int argc, char **argv)
     for (int d = 0; d < 2; d++) {
         if (strcmp(o.dtype, d ? "f32" : "bf16") == 0)
             continue;
-        for (int64_t i = 0; i < op_case_count(); i++) {
+        int64_t first = o.longer ? op_case_count() : 0;
+        int64_t end = op_case_count() + (o.longer ? op_long_case_count() : 0);
+        for (int64_t i = first; i < end; i++) {
             char text[256];
             op_case_text(op_case_at(i), text, sizeof text);
             if (!strstr(text, o.only))
