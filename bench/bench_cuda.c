@@ -1,6 +1,8 @@
 /* bench_cuda.c - every CUDA operator at the shapes of a model, as a share of its floor.
  *
- *     bench_cuda [T=16384] [DOC=4096] [only=TEXT] [deterministic=1]
+ *     bench_cuda [T=16384] [DOC=4096] [only=TEXT] [keys=16] [values=32] [deterministic=1]
+ *
+ * keys, values: heads of Gated DeltaNet.
  *
  * The floor is the larger of bytes over 4.3 TB/s and FLOP over 670 TFLOP/s (attention: its own
  * measured rates). Bytes and FLOP come from the header formulas. Times: host clock around many
@@ -36,7 +38,8 @@ typedef struct {
     const model *m;
     const char *only;
     int64_t tokens, doc;
-    const void *noise; /* host, NOISE_BYTES of bf16 */
+    int64_t key_heads, value_heads; /* of Gated DeltaNet */
+    const void *noise;              /* host, NOISE_BYTES of bf16 */
     double measured_ms, floor_ms;
 } bench;
 
@@ -722,9 +725,7 @@ static ith_status walk_tower(bench *b)
     return ITH_OK;
 }
 
-/* ---- Gated DeltaNet: 16 key and 32 value heads of 128 (Qwen3.5-4B to 35B-A3B) ---- */
-
-static const model delta_model = {"Qwen3.5", 2560, 0, 32, 16, 128, 0};
+/* ---- Gated DeltaNet: by default 16 key and 32 value heads of 128 (Qwen3.5-4B to 35B-A3B) ---- */
 
 static ith_status conv_fwd(bench *b, const args *a)
 {
@@ -779,8 +780,7 @@ static ith_status make_gates(bench *b, double size, ith_tensor *out)
 static ith_status walk_delta(bench *b)
 {
     enum { CHUNK = 64 };
-    b->m = &delta_model;
-    const model *m = b->m;
+    const model *m = b->m = &(model){"Qwen3.5", 2560, 0, b->value_heads, b->key_heads, 128, 0};
     args a = {0};
     static int32_t cu[1025];
     int64_t docs = ith_max_i64(b->tokens / b->doc, 1), dim = m->head_dim;
@@ -879,11 +879,17 @@ int main(int argc, char **argv)
     static ith_error err;
     ith_ctx ctx = {.err = &err};
     bench b = {.ctx = &ctx, .only = "", .tokens = 16384, .doc = 4096};
+    b.key_heads = 16;
+    b.value_heads = 32;
     for (int i = 1; i < argc; i++) {
         if (strncmp(argv[i], "T=", 2) == 0)
             b.tokens = ith_min_i64(strtoll(argv[i] + 2, NULL, 10), 1 << 20);
         else if (strncmp(argv[i], "DOC=", 4) == 0)
             b.doc = strtoll(argv[i] + 4, NULL, 10);
+        else if (strncmp(argv[i], "keys=", 5) == 0)
+            b.key_heads = strtoll(argv[i] + 5, NULL, 10);
+        else if (strncmp(argv[i], "values=", 7) == 0)
+            b.value_heads = strtoll(argv[i] + 7, NULL, 10);
         else if (strncmp(argv[i], "only=", 5) == 0)
             b.only = argv[i] + 5;
         else if (strcmp(argv[i], "deterministic=1") == 0)

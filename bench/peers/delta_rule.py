@@ -1,0 +1,98 @@
+"""The gated delta rule of flash-linear-attention and ours in turn, on one GPU, and the ratio of their times.
+
+    delta_rule.py BENCH_CUDA TOKENS:DOC:KEY_HEADS:VALUE_HEADS ... [--rounds N]
+
+Heads of 128, bf16, q and k normalized inside the operator, documents of DOC tokens. Both are timed as a host clock around
+many calls and one wait, after warm-up (theirs with its autotuning); `graph` is theirs replayed as a CUDA graph, which has
+no host in it. A line a shape: milliseconds forward, and forward with backward. Needs torch and fla-core.
+"""
+import argparse
+import re
+import statistics
+import subprocess
+import time
+
+import torch
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+
+def clock(f, calls):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        f()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start) / calls
+
+
+def timed(f):
+    for _ in range(3):
+        f()
+    once = clock(f, 3)
+    return clock(f, max(5, min(200, int(60 / once))))
+
+
+def graphed(f):
+    """f replayed without the host; None where it cannot be captured."""
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            f()
+        return timed(graph.replay)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+
+
+def theirs(tokens, doc, key_heads, value_heads):
+    batch, dim = tokens // doc, 128
+    make = lambda heads: torch.randn(batch, doc, heads, dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v, do = make(key_heads), make(key_heads), make(value_heads), make(value_heads)
+    g = -0.3 * torch.rand(batch, doc, value_heads, device="cuda")
+    beta = torch.rand(batch, doc, value_heads, device="cuda").bfloat16()
+    inputs = [q, k, v, g, beta]
+    run = lambda: chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+
+    def forward():
+        with torch.no_grad():
+            run()
+
+    def both():
+        torch.autograd.grad(run(), inputs, do)
+
+    times = {"forward": timed(forward), "forward graph": graphed(forward)}
+    for x in inputs:
+        x.requires_grad_()
+    times["both"] = timed(both)
+    times["both graph"] = graphed(both)
+    return times
+
+
+def ours(bench, tokens, doc, key_heads, value_heads):
+    text = subprocess.run([bench, f"T={tokens}", f"DOC={doc}", f"keys={key_heads}", f"values={value_heads}",
+                           "only=gdn delta rule"], capture_output=True, text=True, check=True).stdout
+    us = {name: float(t) for name, t in re.findall(r"gdn delta rule (\w+)\s+([\d.]+) us", text)}
+    return {"forward": us["forward"] / 1e3, "both": (us["forward"] + us["backward"]) / 1e3}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("bench")
+    parser.add_argument("shapes", nargs="+")
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    torch.manual_seed(1)
+    for shape in args.shapes:
+        sizes = [int(x) for x in shape.split(":")]
+        rows = [(ours(args.bench, *sizes), theirs(*sizes)) for _ in range(args.rounds)]
+        of = lambda side, key: statistics.median(row[side][key] for row in rows if row[side][key])
+        for key in ("forward", "both"):
+            a, b = of(0, key), of(1, key)
+            graph = [row[1][key + " graph"] for row in rows if row[1][key + " graph"]]
+            note = f", as a graph {min(graph):.3f} ms: {min(graph) / a:.2f}x" if graph else ""
+            print(f"{shape} {key}: ithaca {a:.3f} ms, fla {b:.3f} ms: {b / a:.2f}x{note}", flush=True)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
