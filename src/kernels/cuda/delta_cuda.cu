@@ -100,7 +100,7 @@ static int64_t lay_out(delta_args *a, delta_scratch *s, ith_carve c, ith_seqs se
     a->doc_chunks = s->doc_chunks;
     a->z = ith_carve_take(&c, ith_mul_bytes(cells * DELTA_C * DELTA_C, item));
     a->p = ith_carve_take(&c, ith_mul_bytes(cells * DELTA_C * DELTA_C, item));
-    a->gates = (float *)ith_carve_take(&c, ith_mul_bytes(cells * 3 * DELTA_C, 4));
+    a->gates = (float *)ith_carve_take(&c, ith_mul_bytes(cells * DELTA_GATES * DELTA_C, 4));
     a->sums = (double *)ith_carve_take(&c, ith_mul_bytes(cells * DELTA_C, 8));
     a->norms = (float *)ith_carve_take(&c, ith_mul_bytes(stretch * keys * 2 * DELTA_C, 4));
     if (backward) {
@@ -170,38 +170,33 @@ static bool is_fast(const ith_tensor *operands, int count)
 /* The stages of a stretch, either way. */
 static ith_status prepare(ith_ctx *ctx, const delta_args *a, bool fast)
 {
-    cudaStream_t stream = ith_cuda_stream(ctx);
-    ITH_CUDA_TRY(ctx,
-                 fast ? delta_fast_prepare(stream, a) : delta_plain_prepare(stream, a->q.dtype, a),
-                 a->q);
+    if (fast)
+        return delta_fast_prepare(ctx, a);
+    ITH_CUDA_TRY(ctx, delta_plain_prepare(ith_cuda_stream(ctx), a->q.dtype, a), a->q);
     return ITH_OK;
 }
 
 static ith_status scan(ith_ctx *ctx, const delta_args *a, int64_t docs, bool fast)
 {
-    cudaStream_t stream = ith_cuda_stream(ctx);
-    ITH_CUDA_TRY(ctx,
-                 fast ? delta_fast_scan(stream, a, docs)
-                      : delta_plain_scan(stream, a->q.dtype, a, docs),
-                 a->q);
+    if (fast)
+        return delta_fast_scan(ctx, a, docs);
+    ITH_CUDA_TRY(ctx, delta_plain_scan(ith_cuda_stream(ctx), a->q.dtype, a, docs), a->q);
     return ITH_OK;
 }
 
 static ith_status scan_back(ith_ctx *ctx, const delta_args *a, int64_t docs, bool fast)
 {
-    cudaStream_t stream = ith_cuda_stream(ctx);
-    ITH_CUDA_TRY(ctx,
-                 fast ? delta_fast_scan_back(stream, a, docs)
-                      : delta_plain_scan_back(stream, a->q.dtype, a, docs),
-                 a->q);
+    if (fast)
+        return delta_fast_scan_back(ctx, a, docs);
+    ITH_CUDA_TRY(ctx, delta_plain_scan_back(ith_cuda_stream(ctx), a->q.dtype, a, docs), a->q);
     return ITH_OK;
 }
 
 static ith_status gradients(ith_ctx *ctx, const delta_args *a, bool fast)
 {
-    cudaStream_t stream = ith_cuda_stream(ctx);
-    ITH_CUDA_TRY(ctx, fast ? delta_fast_grads(stream, a) : delta_plain_grads(stream, a->q.dtype, a),
-                 a->q);
+    if (fast)
+        return delta_fast_grads(ctx, a);
+    ITH_CUDA_TRY(ctx, delta_plain_grads(ith_cuda_stream(ctx), a->q.dtype, a), a->q);
     return ITH_OK;
 }
 

@@ -26,6 +26,18 @@
 
 enum { DELTA_C = 64 }; /* tokens of a chunk */
 
+/* Factors of a chunk's tokens. The last three are with the vectors' norms, for the tensor cores:
+ * e^G / |k|, scale e^G / |q|, e^(Gn-G) / |k|. */
+enum {
+    DELTA_DECAY,
+    DELTA_TAIL,
+    DELTA_BETA,
+    DELTA_READ_K,
+    DELTA_READ_Q,
+    DELTA_WRITE_K,
+    DELTA_GATES
+};
+
 typedef struct {
     int32_t row, rows; /* first token, tokens */
 } delta_chunk;
@@ -44,7 +56,7 @@ typedef struct {
     int64_t first, count;      /* the stretch */
     int64_t doc;               /* its first document: blockIdx.z is counted from it */
     void *z, *p;               /* [count,heads,C,C] */
-    float *gates;              /* [count,heads,3,C] e^G, e^(Gn-G), beta */
+    float *gates;              /* [count,heads,DELTA_GATES,C] e^G, e^(Gn-G), beta ... */
     double *sums;              /* [count,heads,C] G */
     float *norms;              /* [count,heads/group,2,C] scale / |q|, 1 / |k| */
     void *states, *dstates;    /* [count,heads,Dk,Dv] at entry, gradient behind; NULL: not kept */
@@ -97,10 +109,10 @@ void delta_plain_decode(cudaStream_t stream, ith_dtype dtype, const delta_args *
                         const int32_t *cu_seqlens, int64_t docs);
 /* The same on tensor cores, bf16 in scratch; every [T,H,D] operand must be one that it takes. */
 bool delta_fast_takes(ith_tensor t);
-cudaError_t delta_fast_prepare(cudaStream_t stream, const delta_args *a);
-cudaError_t delta_fast_scan(cudaStream_t stream, const delta_args *a, int64_t docs);
-cudaError_t delta_fast_scan_back(cudaStream_t stream, const delta_args *a, int64_t docs);
-cudaError_t delta_fast_grads(cudaStream_t stream, const delta_args *a);
+ith_status delta_fast_prepare(ith_ctx *ctx, const delta_args *a);
+ith_status delta_fast_scan(ith_ctx *ctx, const delta_args *a, int64_t docs);
+ith_status delta_fast_scan_back(ith_ctx *ctx, const delta_args *a, int64_t docs);
+ith_status delta_fast_grads(ith_ctx *ctx, const delta_args *a);
 enum { DELTA_MOST_K = 192 }; /* dim_k: three tiles of gradients in shared memory */
 
 #endif

@@ -58,7 +58,7 @@ template <typename T> struct chunk_view {
         k_row = a.k.stride[0];
         q_norm = a.norms + key_at * 2 * C;
         k_norm = q_norm + C;
-        decay = a.gates + at * 3 * C;
+        decay = a.gates + at * DELTA_GATES * C;
         tail = decay + C;
         beta = tail + C;
         sum = a.sums + at * C;
@@ -106,7 +106,7 @@ template <typename T> __global__ void __launch_bounds__(THREADS) prepare(const d
     }
     __syncthreads();
     if (i < n) {
-        float *gates = a.gates + v.at * 3 * C;
+        float *gates = a.gates + v.at * DELTA_GATES * C;
         gates[i] = expf((float)sum[i]);
         gates[C + i] = expf((float)(sum[n - 1] - sum[i]));
         gates[2 * C + i] = beta[i];

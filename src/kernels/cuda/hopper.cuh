@@ -93,6 +93,23 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap *map, ui
                      : "memory");
 }
 
+/* `bytes` (a multiple of 16) in a row from memory; they count on `bar`. */
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void *from, uint32_t bytes,
+                                           uint32_t bar)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_bytes(void *to, uint32_t from, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+}
+
 /* The box of shared memory at `from` to (x, y, z) of `map`, as far as it lies inside. */
 __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
                                           int z)
@@ -207,5 +224,86 @@ __device__ __forceinline__ void wgmma_64x256(float (&c)[128], uint64_t a, uint64
           "+f"(c[122]), "+f"(c[123]), "+f"(c[124]), "+f"(c[125]), "+f"(c[126]), "+f"(c[127])
         : "l"(a), "l"(b), "n"(A_K_MAJOR ? 0 : 1), "n"(B_K_MAJOR ? 0 : 1));
 }
+
+/* A block of warpgroups shares 512 registers a thread of each: one gives some up, others take them.
+ */
+template <int REGISTERS> __device__ __forceinline__ void registers_give()
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS> __device__ __forceinline__ void registers_take()
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+/* The same in four rows for each 8 columns: c[j] holds those of columns 8j to 8j + 7. The left
+ * operand lies in shared memory or is given as fragments: a[0], a[1] elements 2(t%4) + {0, 1} of
+ * rows 16(t/32) + t%32/4 + {0, 8}, a[2], a[3] those 8 further. With `add` false c is overwritten.
+ */
+#define WGMMA_C4(j) "+f"(c[j][0]), "+f"(c[j][1]), "+f"(c[j][2]), "+f"(c[j][3])
+#define WGMMA_C16(j) WGMMA_C4(j), WGMMA_C4(j + 1), WGMMA_C4(j + 2), WGMMA_C4(j + 3)
+#define WGMMA_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define WGMMA_32 WGMMA_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define WGMMA_64                                                                                   \
+    WGMMA_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"   \
+             "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+
+template <bool A_K_MAJOR, bool B_K_MAJOR>
+__device__ __forceinline__ void wgmma(float (&c)[4][4], uint64_t a, uint64_t b, bool add)
+{
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" WGMMA_16
+                 "}, %16, %17, p, 1, 1, %19, %20;}"
+                 : WGMMA_C16(0)
+                 : "l"(a), "l"(b), "r"((int)add), "n"(A_K_MAJOR ? 0 : 1), "n"(B_K_MAJOR ? 0 : 1));
+}
+
+template <bool A_K_MAJOR, bool B_K_MAJOR>
+__device__ __forceinline__ void wgmma(float (&c)[8][4], uint64_t a, uint64_t b, bool add)
+{
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_32
+                 "}, %32, %33, p, 1, 1, %35, %36;}"
+                 : WGMMA_C16(0), WGMMA_C16(4)
+                 : "l"(a), "l"(b), "r"((int)add), "n"(A_K_MAJOR ? 0 : 1), "n"(B_K_MAJOR ? 0 : 1));
+}
+
+template <bool B_K_MAJOR>
+__device__ __forceinline__ void wgmma(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b,
+                                      bool add)
+{
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" WGMMA_32
+                 "}, {%32,%33,%34,%35}, %36, p, 1, 1, %38;}"
+                 : WGMMA_C16(0), WGMMA_C16(4)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add),
+                   "n"(B_K_MAJOR ? 0 : 1));
+}
+
+template <bool B_K_MAJOR>
+__device__ __forceinline__ void wgmma(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b,
+                                      bool add)
+{
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_64
+                 "}, {%64,%65,%66,%67}, %68, p, 1, 1, %70;}"
+                 : WGMMA_C16(0), WGMMA_C16(4), WGMMA_C16(8), WGMMA_C16(12)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add),
+                   "n"(B_K_MAJOR ? 0 : 1));
+}
+
+template <int N> __device__ __forceinline__ void wgmma_results(float (&c)[N][4])
+{
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        wgmma_results(c[j]);
+}
+
+#undef WGMMA_C4
+#undef WGMMA_C16
+#undef WGMMA_16
+#undef WGMMA_32
+#undef WGMMA_64
 
 #endif

@@ -1,0 +1,598 @@
+/* delta_states.cu - the walks of the gated delta rule along the chunks, on wgmma: bf16, heads of
+ * 128. The formulas are in delta_cuda.cuh, with the same names.
+ *
+ * A warpgroup owns 64 columns of a state and computes everything transposed: rows of its results
+ * are columns of the state. So S^T, X^T, D^T and O^T never leave its registers: what one product
+ * leaves there is the next one's left operand, and the right ones (K, Q, Z, P) are tiles that the
+ * copy engine brings, some chunks ahead. Results leave through tiles of shared memory, again by the
+ * copy engine. A warpgroup waits for nothing but its own products. States are f32; an operand made
+ * of one is rounded to bf16. */
+#include "kernels/cuda/delta_fast.cuh"
+
+enum { COLS = 64, GROUP_THREADS = 128 }; /* of a state, of a warpgroup */
+
+/* OUTPUTS: O. STATES: what backward wants of the states. BACK: dV, dR, dS. */
+enum walk_kind { OUTPUTS, STATES, BACK };
+
+/* ---- stages ---- */
+
+template <bool WHOLE> struct queries {
+};
+template <> struct queries<true> {
+    char q[TILE_BYTES], p[SQUARE_BYTES];
+};
+
+/* What a chunk needs, 1024-byte aligned; v: values, or dO. */
+template <int GROUPS, bool WHOLE> struct stage : queries<WHOLE> {
+    char k[TILE_BYTES], z[SQUARE_BYTES], v[GROUPS][SQUARE_BYTES];
+    alignas(1024) float gates[DELTA_GATES][C];
+};
+
+template <int GROUPS, walk_kind KIND> struct walk_shared {
+    static constexpr bool WHOLE = KIND != STATES;
+    static constexpr int STAGES = KIND == BACK ? 2 : 3;
+    static constexpr int RESULTS = KIND == OUTPUTS ? 1 : KIND == STATES ? 3 : 4;
+    stage<GROUPS, WHOLE> stages[STAGES];
+    char results[GROUPS][RESULTS][SQUARE_BYTES]; /* on their way to memory */
+    uint64_t full[STAGES], free[STAGES];
+};
+
+/* Maps of [T,H,D] operands as [H,T,D]; v: values or dO, o: O or dV. */
+struct walk_args {
+    delta_args a;
+    CUtensorMap k, q, v, o;
+};
+
+/* What a block works on: chunks first, first + step, ... of `count`. */
+struct walk_place {
+    int64_t head, key, col; /* col: its first column */
+    delta_span span;
+    int64_t first, step, count;
+};
+
+template <int GROUPS, walk_kind KIND>
+__device__ __forceinline__ walk_place walk_place_of(const delta_args &a)
+{
+    walk_place p = {(int64_t)blockIdx.y, (int64_t)blockIdx.y / a.group,
+                    (int64_t)blockIdx.x * GROUPS * COLS, span_of(a, a.doc + blockIdx.z)};
+    p.first = KIND == BACK ? p.span.end - 1 : p.span.begin;
+    p.step = KIND == BACK ? -1 : 1;
+    p.count = p.span.end - p.span.begin;
+    return p;
+}
+
+template <int GROUPS, walk_kind KIND>
+__device__ __forceinline__ void open_stages(walk_shared<GROUPS, KIND> *sh)
+{
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < sh->STAGES; s++) {
+            barrier_init(shared_at(&sh->full[s]), 1);
+            barrier_init(shared_at(&sh->free[s]), GROUPS * 4);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+}
+
+/* One thread: the copies of all chunks, each as soon as a stage is free. */
+template <int GROUPS, walk_kind KIND>
+__device__ __forceinline__ void feed(walk_shared<GROUPS, KIND> *sh, const walk_args &w,
+                                     const walk_place &p)
+{
+    const delta_args &a = w.a;
+    int row = p.count ? a.chunks[p.first].row : 0;
+    for (int64_t i = 0; i < p.count; i++) {
+        int64_t c = p.first + i * p.step, at = (c - a.first) * a.heads + p.head;
+        int s = (int)(i % sh->STAGES), next = i + 1 < p.count ? a.chunks[c + p.step].row : 0;
+        auto *to = &sh->stages[s];
+        uint32_t bar = shared_at(&sh->full[s]), k = shared_at(to->k);
+        constexpr uint32_t GATE_BYTES = sizeof to->gates;
+        if (i >= sh->STAGES)
+            barrier_wait(shared_at(&sh->free[s]), (uint32_t)(i / sh->STAGES - 1) & 1);
+        barrier_expect(bar, (sh->WHOLE ? 2 : 1) * (TILE_BYTES + SQUARE_BYTES) +
+                                GROUPS * SQUARE_BYTES + GATE_BYTES);
+        copy_box(k, &w.k, bar, 0, row, (int)p.key, 0);
+        copy_box(k + PIECE_BYTES, &w.k, bar, PIECE, row, (int)p.key, 0);
+        for (int g = 0; g < GROUPS; g++)
+            copy_box(shared_at(to->v[g]), &w.v, bar, (int)p.col + g * COLS, row, (int)p.head, 0);
+        copy_bytes(shared_at(to->gates), a.gates + at * DELTA_GATES * C, GATE_BYTES, bar);
+        if constexpr (walk_shared<GROUPS, KIND>::WHOLE) {
+            uint32_t q = shared_at(to->q);
+            copy_box(q, &w.q, bar, 0, row, (int)p.key, 0);
+            copy_box(q + PIECE_BYTES, &w.q, bar, PIECE, row, (int)p.key, 0);
+            copy_bytes(shared_at(to->p), (const bf16 *)a.p + at * C * C, SQUARE_BYTES, bar);
+        }
+        copy_bytes(shared_at(to->z), (const bf16 *)a.z + at * C * C, SQUARE_BYTES, bar);
+        row = next;
+    }
+}
+
+/* A stage has come; what lies behind the end of its chunk becomes zero. */
+template <int GROUPS, walk_kind KIND>
+__device__ __forceinline__ void enter_stage(walk_shared<GROUPS, KIND> *sh, int64_t i, int rows)
+{
+    auto *in = &sh->stages[i % sh->STAGES];
+    barrier_wait(shared_at(&sh->full[i % sh->STAGES]), (uint32_t)(i / sh->STAGES) & 1);
+    if (rows < C) {
+        clear_rows<GROUPS * GROUP_THREADS>(in->k, 2, rows);
+        clear_rows<GROUPS * GROUP_THREADS>(in->v[0], GROUPS, rows);
+        if constexpr (walk_shared<GROUPS, KIND>::WHOLE)
+            clear_rows<GROUPS * GROUP_THREADS>(in->q, 2, rows);
+        written_for_engines();
+        join_threads<GROUPS * GROUP_THREADS>(GROUPS + 1);
+    }
+}
+
+template <int GROUPS, walk_kind KIND>
+__device__ __forceinline__ void leave_stage(walk_shared<GROUPS, KIND> *sh, int64_t i)
+{
+    written_for_engines(); /* what was cleared */
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        barrier_arrive(shared_at(&sh->free[i % sh->STAGES]));
+}
+
+/* ---- fragments ---- */
+
+__device__ __forceinline__ uint32_t two(float lo, float hi)
+{
+    __nv_bfloat162 x = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<uint32_t *>(&x);
+}
+
+__device__ __forceinline__ float2 both(uint32_t x)
+{
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(&x));
+}
+
+/* Results as left operands. */
+template <int N>
+__device__ __forceinline__ void as_left(uint32_t (&f)[N / 2][4], const float (&x)[N][4])
+{
+#pragma unroll
+    for (int k = 0; k < N / 2; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            f[k][i] = two(x[2 * k + i / 2][i % 2 * 2], x[2 * k + i / 2][i % 2 * 2 + 1]);
+}
+
+/* Two values that columns 8 n + 2 (lane%4) and the next share. */
+__device__ __forceinline__ float2 column2(const float *of, int n)
+{
+    return *reinterpret_cast<const float2 *>(of + 8 * n + (int)threadIdx.x % 4 * 2);
+}
+
+/* The transpose of a tile [C,COLS] as left operands. */
+__device__ __forceinline__ void load_turned(uint32_t (&f)[C / 16][4], const char *tile)
+{
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
+    int row = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+    uint32_t at = shared_at(tile) + (uint32_t)(row * 128 + (piece ^ row % 8) * 16);
+#pragma unroll
+    for (int k = 0; k < C / 16; k++)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(f[k][0]), "=r"(f[k][1]), "=r"(f[k][2]), "=r"(f[k][3])
+                     : "r"(at + (uint32_t)k * 16 * 128)
+                     : "memory");
+}
+
+/* Left operands back to tiles [C,COLS], N / 4 of them. */
+template <int N> __device__ __forceinline__ void put_turned(char *tiles, const uint32_t (&f)[N][4])
+{
+    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
+    int row = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+    uint32_t at = shared_at(tiles) + (uint32_t)(row * 128 + (piece ^ row % 8) * 16);
+#pragma unroll
+    for (int k = 0; k < N; k++)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                         at + (uint32_t)k * 16 * 128),
+                     "r"(f[k][0]), "r"(f[k][1]), "r"(f[k][2]), "r"(f[k][3])
+                     : "memory");
+}
+
+/* The threads of this warpgroup. */
+__device__ __forceinline__ void join_group()
+{
+    join_threads<GROUP_THREADS>((int)threadIdx.x / GROUP_THREADS + 1);
+}
+
+/* One of them starts the stores. */
+__device__ __forceinline__ bool is_sender()
+{
+    return threadIdx.x % GROUP_THREADS == 0;
+}
+
+/* Tiles that left earlier may be written again. */
+__device__ __forceinline__ void results_free()
+{
+    if (is_sender())
+        stores_wait_read();
+    join_group();
+}
+
+__device__ __forceinline__ void results_written()
+{
+    written_for_engines();
+    join_group();
+}
+
+/* A tile to `rows` rows of memory from `row` on; the rows behind belong to another document. */
+__device__ __forceinline__ void send_rows(const CUtensorMap &map, const ith_tensor &to,
+                                          const char *tile, int64_t row, int rows, int64_t head,
+                                          int64_t col)
+{
+    if (rows == C) {
+        if (is_sender())
+            store_box(&map, shared_at(tile), (int)col, (int)row, (int)head);
+        return;
+    }
+    for (int e = (int)threadIdx.x % GROUP_THREADS; e < rows * 8; e += GROUP_THREADS) {
+        int i = e / 8, piece = e % 8;
+        *(uint4 *)(head_row<bf16>(to, row + i, head) + col + piece * 8) =
+            *(const uint4 *)(tile + i * 128 + (piece ^ i % 8) * 16);
+    }
+}
+
+/* A warpgroup's columns of a state in f32 memory [Dk,Dv]; s is the transpose. */
+__device__ __forceinline__ void load_state(float (&s)[DIM / 8][4], const float *from)
+{
+    int lane = (int)threadIdx.x % 32, row = (int)threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int n = 0; n < DIM / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[n][e] =
+                from ? from[(int64_t)(n * 8 + lane % 4 * 2 + e % 2) * DIM + row + e / 2 * 8] : 0.0f;
+}
+
+__device__ __forceinline__ void save_state(float *to, const float (&s)[DIM / 8][4])
+{
+    int lane = (int)threadIdx.x % 32, row = (int)threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+    for (int n = 0; n < DIM / 8; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            to[(int64_t)(n * 8 + lane % 4 * 2 + e % 2) * DIM + row + e / 2 * 8] = s[n][e];
+}
+
+/* ---- products: queued, c [64,8N] (+)= f B for a tile B ---- */
+
+/* B = K^T or Q^T of a tile [C,DIM]. */
+__device__ __forceinline__ void times_turned(float (&c)[C / 8][4], const uint32_t (&f)[DIM / 16][4],
+                                             const char *tile)
+{
+    uint64_t b = operand_at<true>(shared_at(tile));
+#pragma unroll
+    for (int k = 0; k < DIM / 16; k++)
+        wgmma<true>(c, f[k], b + (uint64_t)(k / 4 * (PIECE_BYTES >> 4)) + k % 4 * NEXT_16<true>,
+                    k > 0);
+}
+
+/* Of a tile [C,C] or its transpose; ADD: to c. */
+template <bool TURN, bool ADD>
+__device__ __forceinline__ void times_square(float (&c)[C / 8][4], const uint32_t (&f)[C / 16][4],
+                                             const char *tile)
+{
+    uint64_t b = operand_at<TURN>(shared_at(tile));
+#pragma unroll
+    for (int k = 0; k < C / 16; k++)
+        wgmma<TURN>(c, f[k], b + k * NEXT_16<TURN>, ADD || k > 0);
+}
+
+/* B = a tile [C,DIM], added. */
+__device__ __forceinline__ void times_rows(float (&c)[DIM / 8][4], const uint32_t (&f)[C / 16][4],
+                                           const char *tile)
+{
+    uint64_t b = operand_at<false>(shared_at(tile));
+#pragma unroll
+    for (int k = 0; k < C / 16; k++)
+        wgmma<false>(c, f[k], b + k * NEXT_16<false>, true);
+}
+
+/* ---- walks ---- */
+
+/* A warpgroup's part of OUTPUTS and STATES. */
+template <int GROUPS, walk_kind KIND>
+__device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_args &w,
+                                     const walk_place &p)
+{
+    constexpr bool OUT = KIND == OUTPUTS;
+    const delta_args &a = w.a;
+    int group = (int)threadIdx.x / GROUP_THREADS;
+    int64_t size = (int64_t)DIM * DIM, col = p.col + group * COLS, side = col / COLS;
+    float *state = state_of(a, a.state, a.doc + blockIdx.z, p.head);
+    const float *entry = p.span.cut_begin ? a.carried + p.head * size : state;
+    char(*results)[SQUARE_BYTES] = sh->results[group];
+    float s[DIM / 8][4];
+    load_state(s, entry ? entry + col : NULL);
+    delta_chunk chunk = {}, next = {};
+    if (p.count)
+        next = a.chunks[p.first];
+    for (int64_t i = 0; i < p.count; i++) {
+        int64_t c = p.first + i, at = (c - a.first) * a.heads + p.head;
+        const auto *in = &sh->stages[i % sh->STAGES];
+        const float(*gates)[C] = in->gates;
+        uint32_t left[DIM / 16][4], f[C / 16][4];
+        float x[C / 8][4], o[C / 8][4];
+        chunk = next;
+        if (i + 1 < p.count)
+            next = a.chunks[c + 1];
+        as_left(left, s);
+        enter_stage(sh, i, chunk.rows);
+        wgmma_begin();
+        times_turned(x, left, in->k);
+        wgmma_commit();
+        if constexpr (OUT) {
+            times_turned(o, left, in->q);
+            wgmma_commit();
+        }
+        load_turned(f, in->v[group]);
+        if (!OUT && a.states) {
+            results_free();
+            put_turned(results[0], left);
+            results_written();
+            if (is_sender()) {
+                bf16 *to = (bf16 *)a.states + at * size + side * C * COLS;
+                store_bytes(to, shared_at(results[0]), SQUARE_BYTES);
+                store_bytes(to + 2 * C * COLS, shared_at(results[1]), SQUARE_BYTES);
+                stores_end();
+            }
+        }
+        wgmma_wait<OUT ? 1 : 0>();
+        wgmma_results(x);
+#pragma unroll
+        for (int n = 0; n < C / 8; n++) { /* x becomes X^T */
+            float2 read = column2(gates[DELTA_READ_K], n), beta = column2(gates[DELTA_BETA], n);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                uint32_t &own = f[n / 2][n % 2 * 2 + h];
+                float2 v = both(own);
+                x[n][2 * h] = v.x - read.x * x[n][2 * h];
+                x[n][2 * h + 1] = v.y - read.y * x[n][2 * h + 1];
+                own = two(-beta.x * x[n][2 * h], -beta.y * x[n][2 * h + 1]);
+            }
+        }
+        wgmma_begin();
+        times_square<true, true>(x, f, in->z);
+        wgmma_commit();
+        float last = gates[DELTA_DECAY][C - 1];
+#pragma unroll
+        for (int n = 0; n < DIM / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[n][e] *= last;
+        wgmma_wait<0>();
+        wgmma_results(x); /* Y^T */
+        if (OUT)
+            wgmma_results(o);
+        uint32_t d[C / 16][4];
+#pragma unroll
+        for (int n = 0; n < C / 8; n++) {
+            float2 beta = column2(gates[DELTA_BETA], n), write = column2(gates[DELTA_WRITE_K], n);
+            float2 read = column2(gates[DELTA_READ_Q], n);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float y0 = beta.x * x[n][2 * h], y1 = beta.y * x[n][2 * h + 1];
+                d[n / 2][n % 2 * 2 + h] = two(y0, y1);
+                f[n / 2][n % 2 * 2 + h] = two(write.x * y0, write.y * y1);
+                if (OUT) {
+                    o[n][2 * h] *= read.x;
+                    o[n][2 * h + 1] *= read.y;
+                }
+            }
+        }
+        wgmma_begin();
+        times_rows(s, f, in->k);
+        wgmma_commit();
+        if constexpr (OUT) {
+            times_square<true, true>(o, d, in->p);
+            wgmma_commit();
+            results_free();
+        } else if (a.y) {
+            as_left(d, x);
+            put_turned(results[2], d);
+            results_written();
+            if (is_sender()) {
+                store_bytes((bf16 *)a.y + (at * 2 + side) * C * COLS, shared_at(results[2]),
+                            SQUARE_BYTES);
+                stores_end();
+            }
+        }
+        wgmma_wait<0>();
+        wgmma_results(s);
+        leave_stage(sh, i);
+        if constexpr (OUT) {
+            wgmma_results(o);
+            as_left(d, o);
+            put_turned(results[0], d);
+            results_written();
+            send_rows(w.o, a.o, results[0], chunk.row, chunk.rows, p.head, col);
+            stores_end();
+        }
+    }
+    if (p.span.cut_end)
+        save_state(a.carry + p.head * size + col, s);
+    else if (state && a.give_state)
+        save_state(state + col, s);
+    stores_wait();
+}
+
+/* A warpgroup's part of BACK. */
+template <int GROUPS>
+__device__ __forceinline__ void walk_back(walk_shared<GROUPS, BACK> *sh, const walk_args &w,
+                                          const walk_place &p)
+{
+    const delta_args &a = w.a;
+    int group = (int)threadIdx.x / GROUP_THREADS;
+    int64_t size = (int64_t)DIM * DIM, col = p.col + group * COLS, side = col / COLS;
+    float *gradient = state_of(a, a.dstate, a.doc + blockIdx.z, p.head);
+    const float *entry = p.span.cut_end ? a.carried + p.head * size : gradient;
+    char(*results)[SQUARE_BYTES] = sh->results[group];
+    float s[DIM / 8][4];
+    load_state(s, entry ? entry + col : NULL);
+    delta_chunk chunk = {}, next = {};
+    if (p.count)
+        next = a.chunks[p.first];
+    for (int64_t i = 0; i < p.count; i++) {
+        int64_t c = p.first - i, at = (c - a.first) * a.heads + p.head;
+        const auto *in = &sh->stages[i % sh->STAGES];
+        const float(*gates)[C] = in->gates;
+        uint32_t left[DIM / 16][4], f[C / 16][4], r[C / 16][4];
+        float d[C / 8][4], x[C / 8][4];
+        chunk = next;
+        if (i + 1 < p.count)
+            next = a.chunks[c - 1];
+        as_left(left, s);
+        enter_stage(sh, i, chunk.rows);
+        load_turned(f, in->v[group]);
+        float last = gates[DELTA_DECAY][C - 1];
+#pragma unroll
+        for (int n = 0; n < DIM / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[n][e] *= last;
+        wgmma_begin();
+        times_turned(d, left, in->k);
+        times_square<false, false>(x, f, in->p);
+        wgmma_commit();
+#pragma unroll
+        for (int n = 0; n < C / 8; n++) {
+            float2 read = column2(gates[DELTA_READ_Q], n);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float2 g = both(f[n / 2][n % 2 * 2 + h]);
+                r[n / 2][n % 2 * 2 + h] = two(read.x * g.x, read.y * g.y);
+            }
+        }
+        wgmma_begin();
+        times_rows(s, r, in->q);
+        wgmma_commit();
+        results_free();
+        put_turned(results[0], left);
+        results_written();
+        if (is_sender()) {
+            bf16 *to = (bf16 *)a.dstates + at * size + side * C * COLS;
+            store_bytes(to, shared_at(results[0]), SQUARE_BYTES);
+            store_bytes(to + 2 * C * COLS, shared_at(results[1]), SQUARE_BYTES);
+            stores_end();
+        }
+        wgmma_wait<1>();
+        wgmma_results(d);
+        wgmma_results(x);
+#pragma unroll
+        for (int n = 0; n < C / 8; n++) { /* d becomes dD^T */
+            float2 write = column2(gates[DELTA_WRITE_K], n), beta = column2(gates[DELTA_BETA], n);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                d[n][2 * h] = x[n][2 * h] + write.x * d[n][2 * h];
+                d[n][2 * h + 1] = x[n][2 * h + 1] + write.y * d[n][2 * h + 1];
+                f[n / 2][n % 2 * 2 + h] = two(-beta.x * d[n][2 * h], -beta.y * d[n][2 * h + 1]);
+            }
+        }
+        wgmma_begin();
+        times_square<false, true>(d, f, in->z);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_results(d); /* dR^T */
+        wgmma_results(s);
+#pragma unroll
+        for (int n = 0; n < C / 8; n++) {
+            float2 read = column2(gates[DELTA_READ_K], n), beta = column2(gates[DELTA_BETA], n);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float v0 = beta.x * d[n][2 * h], v1 = beta.y * d[n][2 * h + 1];
+                r[n / 2][n % 2 * 2 + h] = two(v0, v1);
+                f[n / 2][n % 2 * 2 + h] = two(-read.x * v0, -read.y * v1);
+            }
+        }
+        wgmma_begin();
+        times_rows(s, f, in->k);
+        wgmma_commit();
+        put_turned(results[3], r);
+        as_left(r, d);
+        put_turned(results[2], r);
+        results_written();
+        if (is_sender())
+            store_bytes((bf16 *)a.dr + (at * 2 + side) * C * COLS, shared_at(results[2]),
+                        SQUARE_BYTES);
+        send_rows(w.o, a.dv, results[3], chunk.row, chunk.rows, p.head, col);
+        stores_end();
+        wgmma_wait<0>();
+        wgmma_results(s);
+        leave_stage(sh, i);
+    }
+    if (p.span.cut_begin)
+        save_state(a.carry + p.head * size + col, s);
+    else if (gradient)
+        save_state(gradient + col, s);
+    stores_wait();
+}
+
+enum { FEED_REGISTERS = 40, WALK_REGISTERS = 232 }; /* one and two groups share 512 */
+
+/* grid: column blocks, value heads, documents */
+template <int GROUPS, walk_kind KIND>
+__global__ void __launch_bounds__((GROUPS + 1) * GROUP_THREADS, 1)
+    walk_chunks(const __grid_constant__ walk_args w)
+{
+    extern __shared__ __align__(1024) char shared[];
+    auto *sh = (walk_shared<GROUPS, KIND> *)shared;
+    walk_place p = walk_place_of<GROUPS, KIND>(w.a);
+    open_stages(sh);
+    if (threadIdx.x >= GROUPS * GROUP_THREADS) {
+        if constexpr (GROUPS > 1)
+            registers_give<FEED_REGISTERS>();
+        if (threadIdx.x == GROUPS * GROUP_THREADS)
+            feed(sh, w, p);
+    } else {
+        if constexpr (GROUPS > 1)
+            registers_take<WALK_REGISTERS>();
+        if constexpr (KIND == BACK)
+            walk_back(sh, w, p);
+        else
+            walk(sh, w, p);
+    }
+}
+
+/* ---- launches ---- */
+
+template <int GROUPS, walk_kind KIND>
+static cudaError_t launch(cudaStream_t stream, const walk_args *w, int64_t docs)
+{
+    int bytes = (int)sizeof(walk_shared<GROUPS, KIND>);
+    dim3 grid((unsigned)(DIM / (GROUPS * COLS)), (unsigned)w->a.heads, (unsigned)docs);
+    cudaError_t code = cudaFuncSetAttribute(walk_chunks<GROUPS, KIND>,
+                                            cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    walk_chunks<GROUPS, KIND><<<grid, (GROUPS + 1) * GROUP_THREADS, (size_t)bytes, stream>>>(*w);
+    return code;
+}
+
+/* A block owns a whole state where these fill half the device or more, else half a state. */
+template <walk_kind KIND>
+static ith_status start(ith_ctx *ctx, const delta_args *a, int64_t docs, ith_tensor v, ith_tensor o)
+{
+    walk_args w;
+    w.a = *a;
+    ITH_TRY(delta_fast_map(ctx, &w.k, a->k));
+    ITH_TRY(delta_fast_map(ctx, &w.q, a->q));
+    ITH_TRY(delta_fast_map(ctx, &w.v, v));
+    if (!is_absent(o))
+        ITH_TRY(delta_fast_map(ctx, &w.o, o));
+    ITH_CUDA_TRY(ctx,
+                 2 * a->heads * docs > ITH_CUDA_SMS
+                     ? (launch<2, KIND>(ith_cuda_stream(ctx), &w, docs))
+                     : (launch<1, KIND>(ith_cuda_stream(ctx), &w, docs)),
+                 a->q);
+    return ITH_OK;
+}
+
+ith_status delta_fast_scan(ith_ctx *ctx, const delta_args *a, int64_t docs)
+{
+    return is_absent(a->o) ? start<STATES>(ctx, a, docs, a->v, a->o)
+                           : start<OUTPUTS>(ctx, a, docs, a->v, a->o);
+}
+
+ith_status delta_fast_scan_back(ith_ctx *ctx, const delta_args *a, int64_t docs)
+{
+    return start<BACK>(ctx, a, docs, a->do_, a->dv);
+}
