@@ -14,7 +14,10 @@ const ith_env_row ith_env_table[ITH_ENV_COUNT] = {
          "log levels: LEVEL or SUBSYSTEM:LEVEL, comma-separated (debug, info, warn, error)"},
     [ITH_ENV_FAULT] =
         {"ITH_FAULT", "",
-         "makes the n-th operation fail, for tests: alloc:N, read:N, write:N, comma-separated"},
+         "makes the n-th operation fail, for tests: alloc:N, read:N, write:N; kill:N ends the "
+         "process "
+         "at its n-th write; verify:N plants a difference at the n-th check of `verify: true`; "
+         "comma-separated"},
     [ITH_ENV_THREADS] = {"ITH_THREADS", "all cores", "number of compute threads"},
     [ITH_ENV_CPU] = {"ITH_CPU", "best",
                      "CPU kernels: ref (plain C), generic, avx2, avx512, avx512bf16; the machine's "
@@ -49,7 +52,8 @@ bool ith_env_truthy(ith_env_id id)
 
 static ith_status apply_fault(const char *spec, ith_error *err)
 {
-    static const char *const kinds[ITH_FAULT_KINDS] = {"alloc:", "read:", "write:"};
+    static const char *const kinds[ITH_FAULT_KINDS] = {
+        "alloc:", "read:", "write:", "kill:", "verify:"};
     for (const char *p = spec; *p;) {
         size_t len = strcspn(p, ",");
         int kind = 0;
@@ -59,7 +63,8 @@ static ith_status apply_fault(const char *spec, ith_error *err)
         long long n = kind < ITH_FAULT_KINDS ? strtoll(p + strlen(kinds[kind]), &end, 10) : 0;
         if (n <= 0 || end != p + len)
             return ith_fail(err, ITH_ERR_USAGE,
-                            "ITH_FAULT: '%.*s' is not alloc:N, read:N or write:N", (int)len, p);
+                            "ITH_FAULT: '%.*s' is not alloc:N, read:N, write:N, kill:N or verify:N",
+                            (int)len, p);
         ith_fault_set((ith_fault_kind)kind, n);
         p += len + (p[len] == ',');
     }

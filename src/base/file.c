@@ -379,6 +379,77 @@ ith_status ith_write_file(const char *path, const void *data, int64_t len, ith_e
     return status;
 }
 
+/* ---- files filled in any order ---- */
+
+static ith_status range_open(ith_range_file *f, const char *path, int flags, ith_error *err)
+{
+    f->path = ith_strndup(path, (int64_t)strlen(path));
+    f->fd = -1;
+    if (!f->path)
+        return ith_fail(err, ITH_ERR_MEMORY, "%s: out of memory", path);
+    f->fd = ith_fault_hit(ITH_FAULT_WRITE) ? (errno = EIO, -1)
+                                           : open(path, O_WRONLY | O_CLOEXEC | flags, 0666);
+    if (f->fd >= 0)
+        return ITH_OK;
+    ith_status status = io_fail(err, path, flags ? "cannot create" : "cannot open");
+    ith_range_abandon(f);
+    return status;
+}
+
+ith_status ith_range_create(ith_range_file *f, const char *path, int64_t bytes, ith_error *err)
+{
+    ITH_TRY(range_open(f, path, O_CREAT | O_TRUNC, err));
+    if (ith_fault_hit(ITH_FAULT_WRITE) ? (errno = ENOSPC, true) : ftruncate(f->fd, bytes) != 0)
+        return io_fail(err, path, "cannot write");
+    return ITH_OK;
+}
+
+ith_status ith_range_open(ith_range_file *f, const char *path, ith_error *err)
+{
+    return range_open(f, path, 0, err);
+}
+
+ith_status ith_range_write(ith_range_file *f, int64_t at, const void *data, int64_t bytes,
+                           ith_error *err)
+{
+    ITH_ASSERT(f->fd >= 0 && at >= 0 && bytes >= 0);
+    const char *from = data;
+    while (bytes > 0) {
+        size_t n = (size_t)ith_min_i64(bytes, (int64_t)1 << 30);
+        ssize_t put =
+            ith_fault_hit(ITH_FAULT_WRITE) ? (errno = ENOSPC, -1) : pwrite(f->fd, from, n, at);
+        if (put < 0 && errno == EINTR)
+            continue;
+        if (put < 0)
+            return io_fail(err, f->path, "cannot write");
+        from += put;
+        at += put;
+        bytes -= put;
+    }
+    return ITH_OK;
+}
+
+ith_status ith_range_close(ith_range_file *f, ith_error *err)
+{
+    ITH_ASSERT(f->fd >= 0);
+    if (ith_fault_hit(ITH_FAULT_WRITE) ? (errno = EIO, true) : fsync(f->fd) != 0)
+        return io_fail(err, f->path, "cannot sync");
+    int failed = close(f->fd) != 0;
+    f->fd = -1;
+    ith_status status = failed ? io_fail(err, f->path, "cannot close") : ITH_OK;
+    ith_range_abandon(f);
+    return status;
+}
+
+void ith_range_abandon(ith_range_file *f)
+{
+    if (f->fd >= 0)
+        close(f->fd);
+    ith_free(f->path);
+    f->path = NULL;
+    f->fd = -1;
+}
+
 ith_status ith_copy_file(const char *from, const char *to, ith_error *err)
 {
     ith_map map;

@@ -59,6 +59,19 @@ ith_status ith_writer_commit(ith_writer *w, ith_error *err);
 void ith_writer_abort(ith_writer *w);
 /* Whole file at once. */
 ith_status ith_write_file(const char *path, const void *data, int64_t len, ith_error *err);
+/* A file of known size that is filled piece by piece, in any order, by one process or by several:
+ * create makes it (zeros, synced), open takes the one that is there, close syncs what was written.
+ * After a failure only abandon is allowed, which does nothing after close. */
+typedef struct {
+    int fd; /* -1 when closed */
+    char *path;
+} ith_range_file;
+ith_status ith_range_create(ith_range_file *f, const char *path, int64_t bytes, ith_error *err);
+ith_status ith_range_open(ith_range_file *f, const char *path, ith_error *err);
+ith_status ith_range_write(ith_range_file *f, int64_t at, const void *data, int64_t bytes,
+                           ith_error *err);
+ith_status ith_range_close(ith_range_file *f, ith_error *err);
+void ith_range_abandon(ith_range_file *f);
 /* fsync of a directory. */
 ith_status ith_sync_dir(const char *path, ith_error *err);
 /* rename(2) then sync of the target's directory. */

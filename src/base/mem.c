@@ -5,6 +5,7 @@
 
 #include "base/checked.h"
 
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,6 +25,8 @@ void ith_fault_set(ith_fault_kind kind, int64_t n)
 
 bool ith_fault_hit(ith_fault_kind kind)
 {
+    if (kind == ITH_FAULT_WRITE && ith_fault_hit(ITH_FAULT_KILL))
+        raise(SIGKILL);
     long long seen = atomic_fetch_add(&fault_seen[kind], 1) + 1;
     return seen == atomic_load(&fault_at[kind]);
 }

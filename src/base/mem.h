@@ -32,8 +32,16 @@ ith_status ith_grow(void **ptr, int64_t *cap, int64_t need, int64_t size, const 
 int64_t ith_alloc_count(void);
 
 /* Fault injection for tests. kind: operations counted from now; the n-th (1-based) of that kind
- * fails, n = 0 switches off. Also set by ITH_FAULT=alloc:N, read:N, write:N. */
-typedef enum { ITH_FAULT_ALLOC, ITH_FAULT_READ, ITH_FAULT_WRITE, ITH_FAULT_KINDS } ith_fault_kind;
+ * fails, n = 0 switches off. Also set by ITH_FAULT=alloc:N, read:N, write:N. ITH_FAULT_KILL: the
+ * n-th write ends the process, as SIGKILL does. ITH_FAULT_VERIFY: see train/verify.h. */
+typedef enum {
+    ITH_FAULT_ALLOC,
+    ITH_FAULT_READ,
+    ITH_FAULT_WRITE,
+    ITH_FAULT_KILL,
+    ITH_FAULT_VERIFY,
+    ITH_FAULT_KINDS
+} ith_fault_kind;
 void ith_fault_set(ith_fault_kind kind, int64_t n);
 /* Counts one operation; true when it must fail. */
 bool ith_fault_hit(ith_fault_kind kind);

@@ -232,9 +232,9 @@ typedef struct {
 
 struct ith_model_sink {
     ith_st_writer *writer;
+    int64_t tensor; /* of the writer, current */
     ith_dtype from, to;
-    int64_t bytes_left; /* of data in `from` */
-    char *aligned;      /* CHUNK_ELEMENTS of the widest type, for sources at odd addresses */
+    char *aligned; /* CHUNK_ELEMENTS of the widest type, for sources at odd addresses */
     char *converted;
 };
 
@@ -359,24 +359,35 @@ static ith_status plan_tensors(model_plan *p, ith_error *err)
     return ITH_OK;
 }
 
-ith_status ith_model_push(ith_model_sink *s, const void *data, int64_t bytes, ith_error *err)
+ith_status ith_model_put(ith_model_sink *s, int64_t first, const void *data, int64_t n,
+                         ith_error *err)
 {
-    int64_t size = ith_dtype_bytes(s->from);
-    ITH_ASSERT(bytes >= 0 && bytes <= s->bytes_left && bytes % size == 0);
-    s->bytes_left -= bytes;
+    int64_t size = ith_dtype_bytes(s->from), size_to = ith_dtype_bytes(s->to);
+    ITH_ASSERT(first >= 0 && n >= 0);
     if (s->from == s->to)
-        return ith_st_writer_push(s->writer, data, bytes, err);
-    for (int64_t at = 0, n; at < bytes; at += n * size) {
-        n = ith_min_i64(CHUNK_ELEMENTS, (bytes - at) / size);
-        const char *piece = (const char *)data + at;
+        return ith_st_writer_put(s->writer, s->tensor, first * size, data, n * size, err);
+    for (int64_t done = 0, some; done < n; done += some) {
+        some = ith_min_i64(CHUNK_ELEMENTS, n - done);
+        const char *piece = (const char *)data + done * size;
         if ((uintptr_t)piece % (uintptr_t)size) {
-            memcpy(s->aligned, piece, (size_t)(n * size));
+            memcpy(s->aligned, piece, (size_t)(some * size));
             piece = s->aligned;
         }
-        ith_convert(s->converted, s->to, piece, s->from, n);
-        ITH_TRY(ith_st_writer_push(s->writer, s->converted, n * ith_dtype_bytes(s->to), err));
+        ith_convert(s->converted, s->to, piece, s->from, some);
+        ITH_TRY(ith_st_writer_put(s->writer, s->tensor, (first + done) * size_to, s->converted,
+                                  some * size_to, err));
     }
     return ITH_OK;
+}
+
+/* What all ranks have: an equal part each. */
+static ith_status put_part(const ith_comm *ranks, const ith_st_entry *t, ith_model_sink *sink,
+                           ith_error *err)
+{
+    int64_t n = ith_st_numel(t), rank = ranks ? ranks->rank : 0, size = ranks ? ranks->size : 1;
+    int64_t first = n / size * rank + ith_min_i64(rank, n % size);
+    return ith_model_put(sink, first, (const char *)t->data + first * ith_dtype_bytes(t->dtype),
+                         n / size + (rank < n % size), err);
 }
 
 static ith_status write_tensor(const model_plan *p, int64_t i, ith_model_sink *sink, ith_error *err)
@@ -384,71 +395,88 @@ static ith_status write_tensor(const model_plan *p, int64_t i, ith_model_sink *s
     const model_source *from = &p->from[i];
     const ith_st_entry *t =
         from->caller_idx >= 0 ? &p->write->tensors[from->caller_idx] : from->entry;
+    sink->tensor = i;
     sink->from = t->dtype;
     sink->to = p->out[i].dtype;
-    int64_t bytes = ith_mul_bytes(ith_st_numel(t), ith_dtype_bytes(t->dtype));
-    sink->bytes_left = bytes;
-    if (from->caller_idx >= 0 && p->write->push)
-        ITH_WRAP(p->write->push(p->write->push_arg, from->caller_idx, sink, err), err, "%.200s",
+    if (from->caller_idx >= 0 && p->write->put)
+        ITH_WRAP(p->write->put(p->write->put_arg, from->caller_idx, sink, err), err, "%.200s",
                  t->name);
     else
-        ITH_TRY(ith_model_push(sink, t->data, bytes, err));
-    ITH_ASSERT(sink->bytes_left == 0);
+        ITH_TRY(put_part(p->write->ranks, t, sink, err));
     return ITH_OK;
 }
 
-static ith_status write_weights(const model_plan *p, const char *out_dir, ith_error *err)
+static void say_written(const model_plan *p, const char *out_dir, const ith_st_writer *writer)
 {
-    ith_st_options options = {.max_shard_bytes = p->write->max_shard_bytes};
-    ith_model_sink sink;
-    memset(&sink, 0, sizeof sink);
-    ith_status status = ITH_OK;
-    ITH_TRY_OUT(ith_alloc((void **)&sink.aligned, CHUNK_ELEMENTS * 8, "conversion", err));
-    ITH_TRY_OUT(ith_alloc((void **)&sink.converted, CHUNK_ELEMENTS * 8, "conversion", err));
-    ITH_TRY_OUT(ith_st_writer_create(&sink.writer, out_dir, p->out, p->count, &options, err));
-    for (int64_t i; (i = ith_st_writer_next(sink.writer)) >= 0;)
-        ITH_TRY_OUT(write_tensor(p, i, &sink, err));
-    if (out_dir) /* after the long part, so that a full disk leaves the old model whole */
-        ITH_TRY_OUT(ith_model_dir_copy_files(p->write->source, out_dir, p->write->set_dtype,
-                                             p->write->dtype, err));
-    ITH_TRY_OUT(ith_st_writer_commit(sink.writer, err));
-    if (out_dir)
-        ith_log(ITH_LOG_INFO, "checkpoint",
-                "%s: %lld tensors (%lld copied from the source), %lld "
-                "bytes, %lld file(s)",
-                out_dir, (long long)p->count, (long long)p->num_copied,
-                (long long)ith_st_writer_total_bytes(sink.writer),
-                (long long)ith_st_writer_num_files(sink.writer));
-out:
-    ith_st_writer_destroy(sink.writer);
-    ith_free(sink.aligned);
-    ith_free(sink.converted);
-    return status;
+    ith_log(ITH_LOG_INFO, "checkpoint",
+            "%s: %lld tensors (%lld copied from the source), %lld "
+            "bytes, %lld file(s)",
+            out_dir, (long long)p->count, (long long)p->num_copied,
+            (long long)ith_st_writer_total_bytes(writer),
+            (long long)ith_st_writer_num_files(writer));
 }
 
-ith_status ith_model_dir_write(const char *out_dir, const ith_model_write *write, ith_error *err)
+/* Collective. sink: with its buffers. */
+static ith_status write_weights(const model_plan *p, const char *out_dir, ith_model_sink *sink,
+                                ith_error *err)
 {
-    model_plan plan;
-    memset(&plan, 0, sizeof plan);
-    plan.write = write;
-    int64_t *by_name = NULL;
-    int64_t max = write->count + (write->weights ? ith_st_count(write->weights) : 0);
+    const ith_model_write *write = p->write;
+    ith_comm *ranks = write->ranks;
+    bool leads = !ranks || ranks->rank == 0;
+    ith_st_options options = {.max_shard_bytes = write->max_shard_bytes, .ranks = ranks};
+    ITH_TRY(ith_st_writer_create(&sink->writer, out_dir, p->out, p->count, &options, err));
     ith_status status = ITH_OK;
-    ITH_TRY_OUT(
-        ith_alloc((void **)&by_name, write->count * (int64_t)sizeof *by_name, "names", err));
-    ITH_TRY_OUT(ith_alloc((void **)&plan.out, max * (int64_t)sizeof *plan.out, "tensors", err));
-    ITH_TRY_OUT(ith_alloc((void **)&plan.from, max * (int64_t)sizeof *plan.from, "tensors", err));
+    for (int64_t k = 0; k < p->count && status == ITH_OK; k++)
+        status = write_tensor(p, ith_st_writer_at(sink->writer, k), sink, err);
+    ITH_TRY(ith_st_writer_meet(sink->writer, status, err));
+    if (leads) /* after the long part, so that a full disk leaves the old model whole */
+        status =
+            ith_model_dir_copy_files(write->source, out_dir, write->set_dtype, write->dtype, err);
+    ITH_TRY(ith_comm_agree(ranks, status, err));
+    ITH_TRY(ith_st_writer_commit(sink->writer, err));
+    if (leads)
+        say_written(p, out_dir, sink->writer);
+    return ITH_OK;
+}
+
+/* Everything before the first file. */
+static ith_status prepare(model_plan *plan, int64_t *by_name, const char *out_dir,
+                          ith_model_sink *sink, ith_error *err)
+{
+    const ith_model_write *write = plan->write;
+    int64_t max = write->count + (write->weights ? ith_st_count(write->weights) : 0);
+    ITH_TRY(ith_alloc((void **)&sink->aligned, CHUNK_ELEMENTS * 8, "conversion", err));
+    ITH_TRY(ith_alloc((void **)&sink->converted, CHUNK_ELEMENTS * 8, "conversion", err));
+    ITH_TRY(ith_alloc((void **)&plan->out, max * (int64_t)sizeof *plan->out, "tensors", err));
+    ITH_TRY(ith_alloc((void **)&plan->from, max * (int64_t)sizeof *plan->from, "tensors", err));
     for (int64_t i = 0; i < write->count; i++)
         by_name[i] = i;
     if (write->count)
         qsort_r(by_name, (size_t)write->count, sizeof *by_name, compare_caller,
                 (void *)(uintptr_t)write->tensors);
-    plan.by_name = by_name;
-    if (out_dir)
-        ITH_TRY_OUT(refuse_source(write->source, out_dir, err));
-    ITH_TRY_OUT(plan_tensors(&plan, err)); /* all mistakes before the first file */
-    status = write_weights(&plan, out_dir, err);
-out:
+    plan->by_name = by_name;
+    ITH_TRY(refuse_source(write->source, out_dir, err));
+    return plan_tensors(plan, err); /* all mistakes before the first file */
+}
+
+ith_status ith_model_dir_write(const char *out_dir, const ith_model_write *write, ith_error *err)
+{
+    model_plan plan;
+    ith_model_sink sink;
+    int64_t *by_name = NULL;
+    memset(&plan, 0, sizeof plan);
+    memset(&sink, 0, sizeof sink);
+    plan.write = write;
+    ith_status status =
+        ith_alloc((void **)&by_name, write->count * (int64_t)sizeof *by_name, "names", err);
+    if (status == ITH_OK)
+        status = prepare(&plan, by_name, out_dir, &sink, err);
+    status = ith_comm_agree(write->ranks, status, err);
+    if (status == ITH_OK)
+        status = write_weights(&plan, out_dir, &sink, err);
+    ith_st_writer_destroy(sink.writer);
+    ith_free(sink.aligned);
+    ith_free(sink.converted);
     ith_free(plan.from);
     ith_free(plan.out);
     ith_free(by_name);

@@ -19,9 +19,11 @@ typedef struct {
      * their own. */
     const ith_st_entry *tensors;
     int64_t count;
-    /* Hands over all bytes of tensor i with ith_model_push. NULL: the entries hold their data. */
-    ith_status (*push)(void *arg, int64_t i, ith_model_sink *sink, ith_error *err);
-    void *push_arg;
+    /* Hands over tensor i, or this rank's part of it, with ith_model_put. NULL: the entries hold
+     * their data. */
+    ith_status (*put)(void *arg, int64_t i, ith_model_sink *sink, ith_error *err);
+    void *put_arg;
+    ith_comm *ranks; /* that write together; NULL: this process alone */
     /* Write `dtype` where the source has its main floating type (that of most bytes); what is kept
      * in another on purpose (fp32 A_log among bf16) stays. New tensors get it, too. */
     bool set_dtype;
@@ -29,13 +31,14 @@ typedef struct {
     int64_t max_shard_bytes; /* 0: the default of safetensors.h */
 } ith_model_write;
 
-/* Appends data of the current tensor, whole elements, pieces of any size. */
-ith_status ith_model_push(ith_model_sink *sink, const void *data, int64_t bytes, ith_error *err);
+/* Elements [first, first + n) of the current tensor; every element once, by one rank. */
+ith_status ith_model_put(ith_model_sink *sink, int64_t first, const void *data, int64_t n,
+                         ith_error *err);
 
 /* Writes out_dir (created). The source directory itself is refused. Of a tied model whose embedding
  * the caller holds, a stored duplicate lm_head.weight is left out unless the caller holds that,
- * too. out_dir NULL: nothing is written, but `push` is called for the same tensors in the same
- * order (for ranks that take part in gathers). */
+ * too. With ranks: all of them call it with the same tensors, share what is copied, and return the
+ * failure of the lowest failing one. */
 ith_status ith_model_dir_write(const char *out_dir, const ith_model_write *write, ith_error *err);
 
 /* Only config.json (dtype keys, nested ones as well, changed when set_dtype) and the side files. */

@@ -14,6 +14,7 @@
 #define ITH_CHECKPOINT_SAFETENSORS_H
 
 #include "base/file.h"
+#include "comm/comm.h"
 #include "tensor/tensor.h"
 
 #define ITH_ST_MAX_DIMS 8
@@ -76,24 +77,36 @@ typedef struct {
     int64_t max_shard_bytes; /* of tensor data; 0: ITH_ST_SHARD_BYTES. A larger tensor gets a shard
                                 of its own */
     const char *const *metadata; /* key, value, key, value, .., NULL; NULL: {"format":"pt"} */
+    ith_comm *ranks; /* that write the set together, each its parts; NULL: this process alone */
 } ith_st_options;
 
 typedef struct ith_st_writer ith_st_writer;
 
 /* All tensors are declared here (name, dtype, ndim, shape; copied), so that headers, shards and
- * total size are known before the first byte. Shards are filled in declared order; within a shard
- * wider types come first, then names in byte order, which keeps every tensor aligned to its type
- * and gives the very bytes that the Python library gives. dir is created; dir NULL plans only (the
- * order and checks are the same, data is counted and dropped), for ranks that take part in gathers
- * but do not write. options may be NULL. One writer per directory and stem at a time. */
+ * every byte's place are known before the first one. Shards are filled in declared order; within a
+ * shard wider types come first, then names in byte order, which keeps every tensor aligned to its
+ * type and gives the very bytes that the Python library gives, whoever writes them. dir is created,
+ * by rank 0; dir NULL plans only (the order and checks are the same, data is counted and dropped).
+ * options may be NULL. One writer per directory and stem at a time.
+ *
+ * With ranks: they declare the same and all call create, meet and commit, which agree on failures:
+ * every rank returns that of the lowest failing one. push and put are this rank's business. */
 ith_status ith_st_writer_create(ith_st_writer **out, const char *dir, const ith_st_entry *tensors,
                                 int64_t count, const ith_st_options *options, ith_error *err);
 /* Index (as declared) of the tensor whose data comes next; -1 when all is there. */
 int64_t ith_st_writer_next(const ith_st_writer *writer);
-/* Appends data of tensor `next`; any piece size, never past its end. After a failure only destroy
- * is allowed. */
+/* Appends data of tensor `next`; any piece size, never past its end. For a process alone. After a
+ * failure only destroy is allowed. */
 ith_status ith_st_writer_push(ith_st_writer *writer, const void *data, int64_t bytes,
                               ith_error *err);
+/* k-th tensor (index as declared) in the order of the files, which is the fastest one to put. */
+int64_t ith_st_writer_at(const ith_st_writer *writer, int64_t k);
+/* Bytes [at, at + bytes) of tensor i to their place; every byte once, by one rank, in any order. */
+ith_status ith_st_writer_put(ith_st_writer *writer, int64_t i, int64_t at, const void *data,
+                             int64_t bytes, ith_error *err);
+/* This rank has put, or failed to (status, with its text in err): what it wrote is synced. Fails
+ * unless all ranks did, and put all bytes together. */
+ith_status ith_st_writer_meet(ith_st_writer *writer, ith_status status, ith_error *err);
 /* All data must be there. Puts the files in place, the index last, and removes files of the same
  * stem from an earlier save that the new set does not have. A kill before this call leaves the
  * directory's files as they were; a kill within it leaves the old set, the new set, or no index. */

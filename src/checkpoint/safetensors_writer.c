@@ -1,7 +1,8 @@
-/* safetensors_writer.c - streams tensors into one file or shards with an index.
+/* safetensors_writer.c - tensors into one file or shards with an index, by one process or many.
  * Invariants: 1. everything lies in a staging directory inside the target until commit, so a failed
- * or killed write leaves the target's files alone. 2. Bytes depend on the declared tensors, the
- * options and the data only. 3. A sharded set becomes loadable with its index, the last file. */
+ * or killed write leaves the target's files alone. 2. Bytes and their places depend on the declared
+ * tensors, the options and the data only. 3. A sharded set becomes loadable with its index, the
+ * last file. 4. Rank 0 makes files with their headers and moves them; all fill them. */
 #include "checkpoint/safetensors.h"
 
 #include "base/json.h"
@@ -11,8 +12,8 @@
 #include <unistd.h>
 
 typedef struct {
-    int64_t begin, end; /* range in `order` */
-    int64_t bytes;
+    int64_t begin, end; /* range in `order`, and in declared order */
+    int64_t bytes, header_bytes;
 } st_shard;
 
 struct ith_st_writer {
@@ -22,15 +23,19 @@ struct ith_st_writer {
     ith_buf metadata;      /* JSON text */
     ith_st_entry *tensors; /* as declared */
     int64_t *order;        /* order[k]: index of the k-th tensor in the files */
+    int64_t *shard_of;     /* of tensor i */
+    int64_t *data_at;      /* its first byte behind the header of its shard */
     int64_t count;
     st_shard *shards;
     int64_t num_shards;
     ith_arena names;
+    ith_comm *ranks; /* borrowed; NULL: alone */
 
-    int64_t cursor, cursor_bytes; /* next tensor in `order`, its bytes so far */
-    int64_t shard_idx;
-    bool is_open;
-    ith_writer file;
+    int64_t cursor, cursor_bytes; /* of push: next tensor in `order`, its bytes so far */
+    int64_t bytes_put;            /* by this rank */
+    bool has_met;
+    int64_t open_shard; /* that `file` is; -1: none */
+    ith_range_file file;
 };
 
 /* Sort key of the Python library's writer: its list of types, widest last. */
@@ -79,7 +84,7 @@ static ith_status plan_shards(ith_st_writer *w, int64_t max_bytes, ith_error *er
         if (full || i == w->count) {
             ITH_TRY(ith_grow((void **)&w->shards, &cap, w->num_shards + 1, sizeof *w->shards,
                              "shards", err));
-            w->shards[w->num_shards++] = (st_shard){begin, i, bytes};
+            w->shards[w->num_shards++] = (st_shard){.begin = begin, .end = i, .bytes = bytes};
             begin = i;
             bytes = 0;
         }
@@ -143,7 +148,78 @@ static ith_status plan_metadata(ith_st_writer *w, const char *const *metadata, i
     return ith_buf_check(&w->metadata, "metadata", err);
 }
 
-/* ---- staging directory: DIR/.STEM.tmp-PID ---- */
+/* The whole header of a shard, padded; fills the places of its tensors. */
+static ith_status make_header(ith_st_writer *w, int64_t shard_idx, ith_buf *out, ith_error *err)
+{
+    const st_shard *shard = &w->shards[shard_idx];
+    int64_t at = 0;
+    ith_buf_clear(out);
+    ith_buf_printf(out, "%8s{\"__metadata__\":%s", "", w->metadata.data);
+    for (int64_t k = shard->begin; k < shard->end; k++) {
+        const ith_st_entry *t = &w->tensors[w->order[k]];
+        w->data_at[w->order[k]] = at;
+        w->shard_of[w->order[k]] = shard_idx;
+        ith_buf_putc(out, ',');
+        ith_json_append_string(out, t->name, (int64_t)strlen(t->name));
+        ith_buf_printf(out, ":{\"dtype\":\"%s\",\"shape\":[", ith_dtype_name(t->dtype));
+        for (int i = 0; i < t->ndim; i++)
+            ith_buf_printf(out, "%s%lld", i ? "," : "", (long long)t->shape[i]);
+        ith_buf_printf(out, "],\"data_offsets\":[%lld,%lld]}", (long long)at,
+                       (long long)(at + t->bytes));
+        at += t->bytes;
+    }
+    ITH_ASSERT(at == shard->bytes);
+    ith_buf_putc(out, '}');
+    while (out->failed == ITH_OK && out->len % 8)
+        ith_buf_putc(out, ' ');
+    ITH_TRY(ith_buf_check(out, "header", err));
+    for (int i = 0; i < 8; i++)
+        out->data[i] = (char)((uint64_t)(out->len - 8) >> (8 * i));
+    return ITH_OK;
+}
+
+static ith_status plan_places(ith_st_writer *w, ith_error *err)
+{
+    ith_buf header = {0};
+    ith_status status = ITH_OK;
+    ITH_TRY_OUT(ith_alloc_zero((void **)&w->shard_of, w->count, 8, "tensor places", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&w->data_at, w->count, 8, "tensor places", err));
+    for (int64_t s = 0; s < w->num_shards; s++) {
+        ITH_TRY_OUT(make_header(w, s, &header, err));
+        w->shards[s].header_bytes = header.len;
+    }
+out:
+    ith_buf_deinit(&header);
+    return status;
+}
+
+static ith_status plan(ith_st_writer *w, const char *dir, const ith_st_entry *tensors,
+                       int64_t count, const ith_st_options *options, ith_error *err)
+{
+    const char *stem = options && options->stem ? options->stem : "model";
+    int64_t max_bytes =
+        options && options->max_shard_bytes ? options->max_shard_bytes : ITH_ST_SHARD_BYTES;
+    ITH_ASSERT(count >= 0 && max_bytes > 0);
+    w->stem = ith_strndup(stem, (int64_t)strlen(stem));
+    w->dir = dir ? ith_strndup(dir, (int64_t)strlen(dir)) : NULL;
+    if (!w->stem || (dir && !w->dir))
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory: writer of %s", stem);
+    ITH_TRY(ith_alloc_zero((void **)&w->tensors, count, sizeof *w->tensors, "tensors", err));
+    for (int64_t i = 0; i < count; i++)
+        ITH_TRY(copy_tensor(w, &w->tensors[i], &tensors[i], err));
+    w->count = count;
+    ITH_TRY(plan_shards(w, max_bytes, err));
+    ITH_TRY(plan_order(w, err));
+    ITH_TRY(plan_metadata(w, options ? options->metadata : NULL, err));
+    return plan_places(w, err);
+}
+
+/* ---- staging directory: DIR/.STEM.tmp-PID, or .tmp-ranks ---- */
+
+static bool is_leader(const ith_st_writer *w)
+{
+    return !w->ranks || w->ranks->rank == 0;
+}
 
 static ith_status remove_leftovers(const ith_st_writer *w, ith_error *err)
 {
@@ -166,110 +242,67 @@ static ith_status remove_leftovers(const ith_st_writer *w, ith_error *err)
     return status;
 }
 
-static ith_status make_stage(ith_st_writer *w, ith_error *err)
+static ith_status name_stage(ith_st_writer *w, ith_error *err)
 {
-    ITH_TRY(ith_make_dirs(w->dir, err));
-    ITH_TRY(remove_leftovers(w, err));
-    ith_buf_printf(&w->stage, "%s/.%s.tmp-%ld", w->dir, w->stem, (long)getpid());
+    if (w->ranks)
+        ith_buf_printf(&w->stage, "%s/.%s.tmp-ranks", w->dir, w->stem);
+    else
+        ith_buf_printf(&w->stage, "%s/.%s.tmp-%ld", w->dir, w->stem, (long)getpid());
     ith_status status = ith_buf_check(&w->stage, w->dir, err);
-    if (status != ITH_OK) {
+    if (status != ITH_OK)
         ith_buf_deinit(&w->stage);
-        return status;
-    }
-    return ith_make_dirs(w->stage.data, err);
-}
-
-static ith_status open_shard(ith_st_writer *w, ith_error *err)
-{
-    const st_shard *shard = &w->shards[w->shard_idx];
-    ith_buf path = {0}, header = {0};
-    ith_buf_printf(&header, "%8s{\"__metadata__\":%s", "", w->metadata.data);
-    int64_t at = 0;
-    for (int64_t k = shard->begin; k < shard->end; k++) {
-        const ith_st_entry *t = &w->tensors[w->order[k]];
-        ith_buf_putc(&header, ',');
-        ith_json_append_string(&header, t->name, (int64_t)strlen(t->name));
-        ith_buf_printf(&header, ":{\"dtype\":\"%s\",\"shape\":[", ith_dtype_name(t->dtype));
-        for (int i = 0; i < t->ndim; i++)
-            ith_buf_printf(&header, "%s%lld", i ? "," : "", (long long)t->shape[i]);
-        ith_buf_printf(&header, "],\"data_offsets\":[%lld,%lld]}", (long long)at,
-                       (long long)(at + t->bytes));
-        at += t->bytes;
-    }
-    ITH_ASSERT(at == shard->bytes);
-    ith_buf_putc(&header, '}');
-    while (header.failed == ITH_OK && header.len % 8)
-        ith_buf_putc(&header, ' ');
-    ith_buf_printf(&path, "%s/", w->stage.data);
-    shard_name(&path, w, w->shard_idx);
-    ith_status status = ith_buf_check(&header, "header", err);
-    if (status == ITH_OK)
-        status = ith_buf_check(&path, "shard name", err);
-    if (status == ITH_OK)
-        status = ith_writer_open(&w->file, path.data, err);
-    if (status == ITH_OK) {
-        w->is_open = true;
-        for (int i = 0; i < 8; i++)
-            header.data[i] = (char)((uint64_t)(header.len - 8) >> (8 * i));
-        status = ith_writer_write(&w->file, header.data, header.len, err);
-    }
-    ith_buf_deinit(&path);
-    ith_buf_deinit(&header);
     return status;
 }
 
-/* Ends shards that are full and steps over empty tensors. */
-static ith_status settle(ith_st_writer *w, ith_error *err)
+static ith_status shard_path(const ith_st_writer *w, int64_t shard_idx, ith_buf *out,
+                             ith_error *err)
 {
-    while (w->shard_idx < w->num_shards) {
-        if (w->cursor < w->shards[w->shard_idx].end) {
-            if (w->tensors[w->order[w->cursor]].bytes > w->cursor_bytes)
-                return ITH_OK;
-            w->cursor++;
-            w->cursor_bytes = 0;
-            continue;
-        }
-        if (w->dir) {
-            if (!w->is_open)
-                ITH_TRY(open_shard(w, err));
-            ITH_TRY(ith_writer_commit(&w->file, err));
-            w->is_open = false;
-        }
-        w->shard_idx++;
-    }
-    return ITH_OK;
+    ith_buf_clear(out);
+    ith_buf_printf(out, "%s/", w->stage.data);
+    shard_name(out, w, shard_idx);
+    return ith_buf_check(out, "shard name", err);
 }
 
-static ith_status plan(ith_st_writer *w, const char *dir, const ith_st_entry *tensors,
-                       int64_t count, const ith_st_options *options, ith_error *err)
+/* Every file in its size, header written. */
+static ith_status make_files(ith_st_writer *w, ith_error *err)
 {
-    const char *stem = options && options->stem ? options->stem : "model";
-    int64_t max_bytes =
-        options && options->max_shard_bytes ? options->max_shard_bytes : ITH_ST_SHARD_BYTES;
-    ITH_ASSERT(count >= 0 && max_bytes > 0);
-    w->stem = ith_strndup(stem, (int64_t)strlen(stem));
-    w->dir = dir ? ith_strndup(dir, (int64_t)strlen(dir)) : NULL;
-    if (!w->stem || (dir && !w->dir))
-        return ith_fail(err, ITH_ERR_MEMORY, "out of memory: writer of %s", stem);
-    ITH_TRY(ith_alloc_zero((void **)&w->tensors, count, sizeof *w->tensors, "tensors", err));
-    for (int64_t i = 0; i < count; i++)
-        ITH_TRY(copy_tensor(w, &w->tensors[i], &tensors[i], err));
-    w->count = count;
-    ITH_TRY(plan_shards(w, max_bytes, err));
-    ITH_TRY(plan_order(w, err));
-    ITH_TRY(plan_metadata(w, options ? options->metadata : NULL, err));
-    if (dir)
-        ITH_TRY(make_stage(w, err));
-    return settle(w, err);
+    ith_buf path = {0}, header = {0};
+    ith_range_file f = {.fd = -1};
+    ith_status status = ITH_OK;
+    ITH_TRY_OUT(ith_make_dirs(w->dir, err));
+    ITH_TRY_OUT(remove_leftovers(w, err));
+    ITH_TRY_OUT(ith_make_dirs(w->stage.data, err));
+    for (int64_t s = 0; s < w->num_shards; s++) {
+        ITH_TRY_OUT(make_header(w, s, &header, err));
+        ITH_TRY_OUT(shard_path(w, s, &path, err));
+        ITH_TRY_OUT(ith_range_create(&f, path.data, header.len + w->shards[s].bytes, err));
+        ITH_TRY_OUT(ith_range_write(&f, 0, header.data, header.len, err));
+        ITH_TRY_OUT(ith_range_close(&f, err));
+    }
+out:
+    ith_range_abandon(&f);
+    ith_buf_deinit(&path);
+    ith_buf_deinit(&header);
+    return status;
 }
 
 ith_status ith_st_writer_create(ith_st_writer **out, const char *dir, const ith_st_entry *tensors,
                                 int64_t count, const ith_st_options *options, ith_error *err)
 {
     ith_st_writer *w = NULL;
-    ITH_TRY(ith_alloc_zero((void **)&w, 1, sizeof *w, "weights writer", err));
-    ith_arena_init(&w->names, 0);
-    ith_status status = plan(w, dir, tensors, count, options, err);
+    ith_comm *ranks = options ? options->ranks : NULL;
+    ith_status status = ith_alloc_zero((void **)&w, 1, sizeof *w, "weights writer", err);
+    if (w) {
+        ith_arena_init(&w->names, 0);
+        w->ranks = ranks;
+        w->open_shard = w->file.fd = -1;
+        status = plan(w, dir, tensors, count, options, err);
+        if (status == ITH_OK && dir)
+            status = name_stage(w, err);
+        if (status == ITH_OK && dir && is_leader(w))
+            status = make_files(w, err);
+    }
+    status = ith_comm_agree(ranks, status, err);
     if (status != ITH_OK) {
         ith_st_writer_destroy(w);
         return status;
@@ -278,40 +311,110 @@ ith_status ith_st_writer_create(ith_st_writer **out, const char *dir, const ith_
     return ITH_OK;
 }
 
+/* ---- data ---- */
+
+int64_t ith_st_writer_at(const ith_st_writer *w, int64_t k)
+{
+    ITH_ASSERT(k >= 0 && k < w->count);
+    return w->order[k];
+}
+
+static ith_status close_shard(ith_st_writer *w, ith_error *err)
+{
+    if (w->open_shard < 0)
+        return ITH_OK;
+    w->open_shard = -1;
+    ith_status status = ith_range_close(&w->file, err);
+    ith_range_abandon(&w->file);
+    return status;
+}
+
+static ith_status open_shard(ith_st_writer *w, int64_t shard_idx, ith_error *err)
+{
+    ith_buf path = {0};
+    if (w->open_shard == shard_idx)
+        return ITH_OK;
+    ith_status status = close_shard(w, err);
+    if (status == ITH_OK)
+        status = shard_path(w, shard_idx, &path, err);
+    if (status == ITH_OK)
+        status = ith_range_open(&w->file, path.data, err);
+    if (status == ITH_OK)
+        w->open_shard = shard_idx;
+    ith_buf_deinit(&path);
+    return status;
+}
+
+ith_status ith_st_writer_put(ith_st_writer *w, int64_t i, int64_t at, const void *data,
+                             int64_t bytes, ith_error *err)
+{
+    ITH_ASSERT(i >= 0 && i < w->count && !w->has_met);
+    ITH_ASSERT(at >= 0 && bytes >= 0 && at + bytes <= w->tensors[i].bytes);
+    w->bytes_put += bytes;
+    if (!w->dir || bytes == 0)
+        return ITH_OK;
+    int64_t s = w->shard_of[i];
+    ITH_TRY(open_shard(w, s, err));
+    return ith_range_write(&w->file, w->shards[s].header_bytes + w->data_at[i] + at, data, bytes,
+                           err);
+}
+
 int64_t ith_st_writer_next(const ith_st_writer *w)
 {
-    return w->cursor < w->count ? w->order[w->cursor] : -1;
+    int64_t k = w->cursor;
+    while (k < w->count && w->tensors[w->order[k]].bytes == 0)
+        k++;
+    return k < w->count ? w->order[k] : -1;
 }
 
 ith_status ith_st_writer_push(ith_st_writer *w, const void *data, int64_t bytes, ith_error *err)
 {
+    int64_t i = ith_st_writer_next(w);
     if (bytes == 0)
         return ITH_OK;
-    ITH_ASSERT(bytes > 0 && w->cursor < w->count);
-    ITH_ASSERT(bytes <= w->tensors[w->order[w->cursor]].bytes - w->cursor_bytes);
-    if (w->dir) {
-        if (!w->is_open)
-            ITH_TRY(open_shard(w, err));
-        ITH_TRY(ith_writer_write(&w->file, data, bytes, err));
-    }
+    ITH_ASSERT(bytes > 0 && i >= 0 && !w->ranks);
+    ITH_TRY(ith_st_writer_put(w, i, w->cursor_bytes, data, bytes, err));
     w->cursor_bytes += bytes;
-    return settle(w, err);
+    if (w->cursor_bytes < w->tensors[i].bytes)
+        return ITH_OK;
+    while (w->order[w->cursor++] != i)
+        continue;
+    w->cursor_bytes = 0;
+    return ITH_OK;
+}
+
+static ith_status check_all_put(ith_st_writer *w, ith_error *err)
+{
+    int64_t bytes = w->bytes_put, total = ith_st_writer_total_bytes(w);
+    if (w->ranks)
+        ITH_TRY(ith_comm_all_reduce(w->ranks, &bytes, 1, ITH_I64, ITH_REDUCE_SUM, err));
+    return bytes == total
+               ? ITH_OK
+               : ith_fail(err, ITH_ERR_RUN, "%s: %lld of %lld bytes were written by all ranks",
+                          w->stem, (long long)bytes, (long long)total);
+}
+
+ith_status ith_st_writer_meet(ith_st_writer *w, ith_status status, ith_error *err)
+{
+    ITH_ASSERT(!w->has_met);
+    if (status == ITH_OK)
+        status = close_shard(w, err);
+    ITH_TRY(ith_comm_agree(w->ranks, status, err));
+    ITH_TRY(check_all_put(w, err));
+    w->has_met = true;
+    return ITH_OK;
 }
 
 /* ---- commit ---- */
 
 static ith_status write_index(const ith_st_writer *w, ith_error *err)
 {
-    int64_t *by_name = NULL, *shard_of = NULL;
+    int64_t *by_name = NULL;
     ith_buf text = {0}, path = {0};
     ith_status status = ITH_OK;
     ITH_TRY_OUT(ith_alloc((void **)&by_name, w->count * (int64_t)sizeof *by_name, "index", err));
-    ITH_TRY_OUT(ith_alloc((void **)&shard_of, w->count * (int64_t)sizeof *shard_of, "index", err));
-    for (int64_t s = 0; s < w->num_shards; s++)
-        for (int64_t i = w->shards[s].begin; i < w->shards[s].end; i++) {
-            by_name[i] = i;
-            shard_of[i] = s; /* shards are ranges of the declared order */
-        }
+    for (int64_t i = 0; i < w->count; i++)
+        by_name[i] = i;
     qsort_r(by_name, (size_t)w->count, sizeof *by_name, compare_names, w->tensors);
     ith_buf_printf(&text,
                    "{\n  \"metadata\": {\n    \"total_size\": %lld\n  },\n  \"weight_map\": {",
@@ -321,7 +424,7 @@ static ith_status write_index(const ith_st_writer *w, ith_error *err)
         ith_buf_puts(&text, k ? ",\n    " : "\n    ");
         ith_json_append_string(&text, name, (int64_t)strlen(name));
         ith_buf_puts(&text, ": \"");
-        shard_name(&text, w, shard_of[by_name[k]]);
+        shard_name(&text, w, w->shard_of[by_name[k]]);
         ith_buf_putc(&text, '"');
     }
     ith_buf_puts(&text, "\n  }\n}\n");
@@ -332,7 +435,6 @@ static ith_status write_index(const ith_st_writer *w, ith_error *err)
 out:
     ith_buf_deinit(&path);
     ith_buf_deinit(&text);
-    ith_free(shard_of);
     ith_free(by_name);
     return status;
 }
@@ -436,11 +538,8 @@ out:
     return status;
 }
 
-ith_status ith_st_writer_commit(ith_st_writer *w, ith_error *err)
+static ith_status place(ith_st_writer *w, ith_error *err)
 {
-    ITH_ASSERT(w->cursor == w->count && w->shard_idx == w->num_shards);
-    if (!w->dir)
-        return ITH_OK;
     bool sharded = w->num_shards > 1;
     if (sharded) {
         ITH_TRY(write_index(w, err));
@@ -457,13 +556,19 @@ ith_status ith_st_writer_commit(ith_st_writer *w, ith_error *err)
     return ith_sync_dir(w->dir, err);
 }
 
+ith_status ith_st_writer_commit(ith_st_writer *w, ith_error *err)
+{
+    if (!w->has_met)
+        ITH_TRY(ith_st_writer_meet(w, ITH_OK, err));
+    return ith_comm_agree(w->ranks, w->dir && is_leader(w) ? place(w, err) : ITH_OK, err);
+}
+
 void ith_st_writer_destroy(ith_st_writer *w)
 {
     if (!w)
         return;
-    if (w->is_open)
-        ith_writer_abort(&w->file);
-    if (w->stage.len) {
+    ith_range_abandon(&w->file);
+    if (w->stage.len && is_leader(w)) {
         ith_error ignored = {0}; /* a leftover is removed by the next writer */
         ith_remove_tree(w->stage.data, &ignored);
     }
@@ -473,6 +578,8 @@ void ith_st_writer_destroy(ith_st_writer *w)
     ith_free(w->stem);
     ith_free(w->tensors);
     ith_free(w->order);
+    ith_free(w->shard_of);
+    ith_free(w->data_at);
     ith_free(w->shards);
     ith_arena_deinit(&w->names);
     ith_free(w);

@@ -381,27 +381,43 @@ static ith_st_entry as_entry(const ith_state_tensor *t)
     return entry;
 }
 
-static ith_status write_group(const char *dir, const ith_state_group *group, int64_t max_bytes,
+static bool leads(const ith_train_save *save)
+{
+    return !save->ranks || save->ranks->rank == 0;
+}
+
+/* This rank's parts of all tensors. */
+static ith_status put_tensors(const ith_state_group *group, bool is_leader, ith_st_writer *writer,
                               ith_error *err)
 {
-    ith_st_options options = {.stem = group->name, .max_shard_bytes = max_bytes};
+    for (int64_t k = 0; k < group->count; k++) {
+        int64_t i = ith_st_writer_at(writer, k);
+        const ith_st_entry entry = as_entry(&group->tensors[i]);
+        ITH_ASSERT(entry.data || group->put);
+        if (!entry.data)
+            ITH_TRY(group->put(group->put_arg, i, writer, err));
+        else if (is_leader)
+            ITH_TRY(ith_st_writer_put(writer, i, 0, entry.data, entry.bytes, err));
+    }
+    return ITH_OK;
+}
+
+/* Collective. */
+static ith_status write_group(const char *dir, const ith_state_group *group,
+                              const ith_train_save *save, ith_error *err)
+{
+    ith_st_options options = {
+        .stem = group->name, .max_shard_bytes = save->max_shard_bytes, .ranks = save->ranks};
     ith_st_entry *entries = NULL;
     ith_st_writer *writer = NULL;
-    ith_status status = ITH_OK;
-    ITH_TRY_OUT(
-        ith_alloc((void **)&entries, group->count * (int64_t)sizeof *entries, group->name, err));
+    ith_status status =
+        ith_alloc((void **)&entries, group->count * (int64_t)sizeof *entries, group->name, err);
+    ITH_TRY_OUT(ith_comm_agree(save->ranks, status, err));
     for (int64_t i = 0; i < group->count; i++)
         entries[i] = as_entry(&group->tensors[i]);
     ITH_TRY_OUT(ith_st_writer_create(&writer, dir, entries, group->count, &options, err));
-    for (int64_t i; (i = ith_st_writer_next(writer)) >= 0;) {
-        if (entries[i].data) {
-            ITH_TRY_OUT(ith_st_writer_push(writer, entries[i].data, entries[i].bytes, err));
-        } else {
-            ITH_ASSERT(group->push);
-            ITH_TRY_OUT(group->push(group->push_arg, i, writer, err));
-            ITH_ASSERT(ith_st_writer_next(writer) != i);
-        }
-    }
+    status = put_tensors(group, leads(save), writer, err);
+    ITH_TRY_OUT(ith_st_writer_meet(writer, status, err));
     status = ith_st_writer_commit(writer, err);
 out:
     ith_st_writer_destroy(writer);
@@ -419,25 +435,20 @@ static void check_group_names(const ith_train_save *save)
     }
 }
 
-/* Everything up to and with the marker, in the directory `tmp`. */
+/* Collective: the groups, and the model directory, in the directory `tmp`. */
 static ith_status fill(const char *tmp, const ith_train_save *save, ith_error *err)
 {
-    ITH_TRY(ith_remove_tree(tmp, err));
-    ITH_TRY(ith_make_dirs(tmp, err));
-    ITH_TRY(write_state_file(tmp, save, err));
     for (int g = 0; g < save->num_groups; g++)
-        ITH_TRY(write_group(tmp, &save->groups[g], save->max_shard_bytes, err));
-    if (save->write_hf) {
-        ith_buf dir = {0};
-        ith_status status = join(&dir, tmp, "hf_model", err);
-        if (status == ITH_OK)
-            status = ith_make_dirs(dir.data, err);
-        if (status == ITH_OK)
-            status = save->write_hf(save->write_hf_arg, dir.data, err);
-        ith_buf_deinit(&dir);
-        ITH_TRY(status);
-    }
-    return write_marker(tmp, err);
+        ITH_TRY(write_group(tmp, &save->groups[g], save, err));
+    if (!save->write_hf)
+        return ITH_OK;
+    ith_buf dir = {0};
+    ith_status status = join(&dir, tmp, "hf_model", err);
+    status = ith_comm_agree(save->ranks, status, err);
+    if (status == ITH_OK)
+        status = save->write_hf(save->write_hf_arg, dir.data, err);
+    ith_buf_deinit(&dir);
+    return status;
 }
 
 /* Gives a complete directory its final name; one of the same step is moved aside and removed. */
@@ -476,29 +487,55 @@ static ith_status refuse_foreign(const char *path, ith_error *err)
     return status;
 }
 
+/* The directory that is filled, and what rank 0 alone writes first. */
+static ith_status begin_save(const char *output_dir, const char *path, const char *tmp,
+                             const ith_train_save *save, ith_error *err)
+{
+    ITH_TRY(ith_make_dirs(output_dir, err));
+    ITH_TRY(refuse_foreign(path, err));
+    ITH_TRY(ith_remove_tree(tmp, err));
+    ITH_TRY(ith_make_dirs(tmp, err));
+    return write_state_file(tmp, save, err);
+}
+
+/* All is there and synced: from the marker on it counts. */
+static ith_status end_save(const char *path, const char *tmp, ith_error *err)
+{
+    ITH_TRY(write_marker(tmp, err));
+    return place(tmp, path, err);
+}
+
 ith_status ith_train_state_save(const char *output_dir, const ith_train_save *save, ith_error *err)
 {
     ITH_ASSERT(save->progress.global_step >= 0 && isfinite(save->progress.epoch));
     check_group_names(save);
     ith_buf path = {0}, tmp = {0};
+    int64_t pid = getpid();
     ith_status status = ITH_OK;
-    ITH_TRY_OUT(ith_make_dirs(output_dir, err));
+    if (save->ranks)
+        ITH_TRY_OUT(ith_comm_broadcast(save->ranks, &pid, sizeof pid, 0, err));
     ith_buf_printf(&path, "%s/" PREFIX "%lld", output_dir, (long long)save->progress.global_step);
-    ITH_TRY_OUT(ith_buf_check(&path, output_dir, err));
-    ITH_TRY_OUT(refuse_foreign(path.data, err));
-    ith_buf_printf(&tmp, "%s.tmp-%ld", path.data, (long)getpid());
-    ITH_TRY_OUT(ith_buf_check(&tmp, output_dir, err));
-    status = fill(tmp.data, save, err);
-    if (status != ITH_OK) {
-        ith_error ignored = {0}; /* the first error counts; leftovers go with the next save */
-        ith_remove_tree(tmp.data, &ignored);
+    ith_buf_printf(&tmp, "%s.tmp-%lld", path.data ? path.data : "", (long long)pid);
+    status = ith_buf_check(&path, output_dir, err);
+    if (status == ITH_OK)
+        status = ith_buf_check(&tmp, output_dir, err);
+    if (status == ITH_OK && leads(save))
+        status = begin_save(output_dir, path.data, tmp.data, save, err);
+    status = ith_comm_agree(save->ranks, status, err);
+    if (status == ITH_OK)
+        status = fill(tmp.data, save, err);
+    if (status == ITH_OK) /* agreed: every rank has written and synced its parts */
+        status = ith_comm_agree(save->ranks,
+                                leads(save) ? end_save(path.data, tmp.data, err) : ITH_OK, err);
+    if (!leads(save))
         goto out;
-    }
-    ITH_TRY_OUT(place(tmp.data, path.data, err));
+    ith_error ignored = {0}; /* the first error counts; leftovers go with the next save */
+    if (status != ITH_OK && tmp.data)
+        ith_remove_tree(tmp.data, &ignored);
     /* The checkpoint is there: an old one that cannot be deleted does not end the run. */
-    ith_error rotation = {0};
-    if (ith_train_state_rotate(output_dir, save->save_total_limit, &rotation) != ITH_OK)
-        ith_log(ITH_LOG_WARN, "checkpoint", "old checkpoints stay: %s", rotation.text);
+    if (status == ITH_OK &&
+        ith_train_state_rotate(output_dir, save->save_total_limit, &ignored) != ITH_OK)
+        ith_log(ITH_LOG_WARN, "checkpoint", "old checkpoints stay: %s", ignored.text);
 out:
     ith_buf_deinit(&tmp);
     ith_buf_deinit(&path);

@@ -9,7 +9,8 @@
  * renames; whatever moment it is killed at, the last complete checkpoint stays. 2. A checkpoint
  * counts only when CHECKPOINT_COMPLETE is there and every file it lists has its size. 3. The newest
  * complete checkpoint is never deleted. 4. Directories that this program did not write are never
- * deleted, whatever their names. Only one process (rank 0) saves into an output directory. */
+ * deleted, whatever their names. 5. Only rank 0 makes, renames and deletes directories; files hold
+ * whole tensors by name, whichever ranks wrote their parts. */
 #ifndef ITH_CHECKPOINT_TRAIN_STATE_H
 #define ITH_CHECKPOINT_TRAIN_STATE_H
 
@@ -28,10 +29,10 @@ typedef struct {
     const char *name; /* file stem: "master", "adam_m"; [a-z0-9_]+ */
     const ith_state_tensor *tensors;
     int64_t count;
-    /* For tensors without data (they live on other ranks, or on a device): pushes all bytes of
-     * tensor i. NULL when all have data. */
-    ith_status (*push)(void *arg, int64_t i, ith_st_writer *writer, ith_error *err);
-    void *push_arg;
+    /* For tensors without data (they live on other ranks, or on a device): puts this rank's part of
+     * tensor i. NULL when all have data, which rank 0 writes. */
+    ith_status (*put)(void *arg, int64_t i, ith_st_writer *writer, ith_error *err);
+    void *put_arg;
 } ith_state_group;
 
 typedef struct {
@@ -49,12 +50,15 @@ typedef struct {
     int num_groups;
     int64_t save_total_limit; /* complete checkpoints kept; 0: all */
     int64_t max_shard_bytes;  /* 0: the default of safetensors.h */
-    /* save_ckpt_as_hf: writes a model directory at `dir`; NULL: none */
+    ith_comm *ranks;          /* that save together; NULL: this process alone */
+    /* save_ckpt_as_hf: makes a model directory at `dir` (collective, failures agreed); NULL: none
+     */
     ith_status (*write_hf)(void *arg, const char *dir, ith_error *err);
     void *write_hf_arg;
 } ith_train_save;
 
-/* Saves OUTPUT_DIR/checkpoint-<global_step>, replacing one of the same step, then rotates. */
+/* Saves OUTPUT_DIR/checkpoint-<global_step>, replacing one of the same step, then rotates. With
+ * ranks: all call it, and return the failure of the lowest failing one. */
 ith_status ith_train_state_save(const char *output_dir, const ith_train_save *save, ith_error *err);
 /* Path of the newest complete checkpoint into `path`; empty when there is none. Damaged ones are
  * passed over with a warning (log subsystem "checkpoint"). */

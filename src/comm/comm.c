@@ -309,7 +309,7 @@ ith_status ith_comm_all_reduce(ith_comm *comm, void *data, int64_t count, ith_dt
 
 ith_status ith_comm_agree(ith_comm *comm, ith_status status, ith_error *err)
 {
-    if (comm->size == 1)
+    if (!comm || comm->size == 1)
         return status;
     int64_t *all = comm->scratch, mine = (int64_t)status;
     ith_error own = {0}, why = {0};

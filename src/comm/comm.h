@@ -108,7 +108,7 @@ ith_status ith_comm_reduce_scatter_v(ith_comm *comm, void *data, const int64_t *
                                      ith_dtype dtype, ith_reduce op, float *into, ith_error *err);
 
 /* Fixed point of a run: every rank brings its status. When one failed, all return the failure of
- * the lowest failing rank, with its text behind "rank R: " in err. */
+ * the lowest failing rank, with its text behind "rank R: " in err. comm NULL: one rank. */
 ith_status ith_comm_agree(ith_comm *comm, ith_status status, ith_error *err);
 
 /* For drivers: the group around their state. */

@@ -516,8 +516,12 @@ static ith_status load_piece(ith_model *model, ith_ctx *ctx, const ith_hf_piece 
                         source.entry->name, ith_dtype_name(dtype));
     const ith_param *param = &model->params[piece->param];
     char *raw = staging, *wide = staging + STAGING_ELEMENTS * 8;
-    for (int64_t done = 0; done < piece->count;) {
-        int64_t n = ith_min_i64(STAGING_ELEMENTS, piece->count - done);
+    int64_t begin = 0, wanted = piece->count, unused = 0;
+    if (is_cut(model, param, flat) && (!second.ndim || is_cut(model, param, second)))
+        wanted =
+            ith_shard_overlap(model->shard, param->first + piece->first, wanted, &begin, &unused);
+    for (int64_t done = begin; done < begin + wanted;) {
+        int64_t n = ith_min_i64(STAGING_ELEMENTS, begin + wanted - done);
         read_source(piece, &source, done, n, raw);
         ith_tensor targets[2] = {flat, second};
         for (int t = 0; t < 2; t++) {
@@ -606,11 +610,17 @@ ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor f
 {
     const ith_hf_piece *p = &model->pieces[piece];
     ITH_ASSERT(first >= 0 && n >= 0 && first + n <= p->count);
-    if (is_cut(model, &model->params[p->param], flat))
-        return ith_model_ask(model, ctx, flat, model->params[p->param].first + p->first + first, n,
-                             out);
-    ith_dtype dtype;
-    const char *from = address_in(model, &model->params[p->param], flat, p->first + first, &dtype);
+    ith_dtype dtype = flat.dtype;
+    const char *from = NULL;
+    if (is_cut(model, &model->params[p->param], flat)) {
+        int64_t behind = 0, at = 0;
+        int64_t here = ith_shard_overlap(
+            model->shard, model->params[p->param].first + p->first + first, n, &behind, &at);
+        ITH_ASSERT(here == n && behind == 0);
+        from = (const char *)flat.data + at * ith_dtype_bytes(dtype);
+    } else {
+        from = address_in(model, &model->params[p->param], flat, p->first + first, &dtype);
+    }
     ITH_TRY(ctx->device->download(ctx->device, out, from, n * ith_dtype_bytes(dtype), ctx->err));
     return ctx->device->sync(ctx->device, ctx->err);
 }

@@ -183,9 +183,7 @@ struct ith_model {
     int zero_stage;   /* 0 without shard */
     int64_t num_windows, window_elements;
     int64_t gathered[2], last_gathered; /* layer in each window of w, -1: none; of the last call */
-    ith_tensor sharded[4];              /* what ith_model_serve may be asked for */
-    int num_sharded;
-    ith_tensor buffers; /* [num_buffer_elements] f32; absent when there is none */
+    ith_tensor buffers;                 /* [num_buffer_elements] f32; absent when there is none */
     int64_t max_positions;
     ith_tensor rope_cos, rope_sin; /* [max_positions, rd/2] act */
 
@@ -296,17 +294,14 @@ void ith_model_blocks(const ith_model *model, int64_t *out, int64_t *chunk);
 ith_tensor ith_model_weight_slice(const ith_model *model, int64_t block);
 /* For ith_model_place: buffers and views of stages 2 and 3. */
 ith_status ith_model_place_sharded(ith_model *model, ith_ctx *ctx, bool training);
-/* While rank 0 downloads from shards, the others serve; it ends with ith_model_serve_end of rank 0,
- * which is called whatever failed. Nothing to do where nothing is cut. */
-ith_status ith_model_serve(ith_model *model, ith_ctx *ctx);
-ith_status ith_model_serve_end(const ith_model *model, ith_ctx *ctx);
-ith_status ith_model_ask(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t first,
-                         int64_t n, void *out);
+/* When all ranks write a buffer together: this rank's part of piece i, elements [*first, *first +
+ * n) of it; returns n. Every element is in the part of one rank, which has it. */
+int64_t ith_model_own_part(const ith_model *model, int64_t piece, int64_t *first);
 
 /* Type of a piece in a flat buffer: f32 parameters of model->w lie in model->w_f32. */
 ith_dtype ith_model_piece_dtype(const ith_model *model, ith_tensor flat, int64_t piece);
 /* Contents of piece i of a flat buffer, elements [first, first + n) of the piece, in the buffer's
- * type, to host memory. */
+ * type, to host memory. Of a buffer that is cut, elements that this rank has. */
 ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t piece,
                               int64_t first, int64_t n, void *out);
 

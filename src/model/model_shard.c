@@ -1,5 +1,5 @@
 /* model_shard.c - a model whose buffers are cut among the ranks (parallel/shard.h): the gather and
- * release verbs of the walks, sums of gradients, and reading a shard's pieces on rank 0.
+ * release verbs of the walks, sums of gradients, and what each rank writes.
  * Invariants: 1. every rank calls these in the same order. 2. Parameters of a block that is not
  * whole are bound to its window only between its verbs. */
 #include "model/model.h"
@@ -301,44 +301,27 @@ ith_status ith_model_refresh_weights(ith_model *m, ith_ctx *ctx)
     return ITH_OK;
 }
 
-/* ---- reading shards on rank 0 ---- */
+/* ---- what this rank writes ---- */
 
-/* What rank 0 tells the others: elements [first, first + n) of sharded[which]; which < 0: done. */
-typedef struct {
-    int64_t which, first, n;
-} request;
-
-static ith_status tell(const ith_model *m, ith_ctx *ctx, request *r)
+/* First element of rank r's part of what all have whole. */
+static int64_t part_first(const ith_model *m, int64_t r)
 {
-    return ith_comm_broadcast(m->mesh->world, r, sizeof *r, 0, ctx->err);
+    int64_t ranks = ith_world_size(m->mesh), n = m->num_elements;
+    return n / ranks * r + ith_min_i64(r, n % ranks);
 }
 
-ith_status ith_model_ask(const ith_model *m, ith_ctx *ctx, ith_tensor flat, int64_t first,
-                         int64_t n, void *out)
+int64_t ith_model_own_part(const ith_model *m, int64_t piece, int64_t *first)
 {
-    request r = {0, first, n};
-    while (r.which < m->num_sharded && m->sharded[r.which].data != flat.data)
-        r.which++;
-    ITH_ASSERT(r.which < m->num_sharded && m->mesh->world->rank == 0);
-    ITH_TRY(tell(m, ctx, &r));
-    return ith_shard_fetch(m->shard, ctx, flat, first, n, out);
-}
-
-ith_status ith_model_serve(ith_model *m, ith_ctx *ctx)
-{
-    request r = {0, 0, 0};
-    while (m->zero_stage > 0) {
-        ITH_TRY(tell(m, ctx, &r));
-        if (r.which < 0)
-            break;
-        ITH_ASSERT(r.which < m->num_sharded);
-        ITH_TRY(ith_shard_fetch(m->shard, ctx, m->sharded[r.which], r.first, r.n, NULL));
-    }
-    return ITH_OK;
-}
-
-ith_status ith_model_serve_end(const ith_model *m, ith_ctx *ctx)
-{
-    request r = {-1, 0, 0};
-    return m->zero_stage > 0 ? tell(m, ctx, &r) : ITH_OK;
+    const ith_hf_piece *p = &m->pieces[piece];
+    int64_t at = m->params[p->param].first + p->first, unused = 0;
+    *first = 0;
+    if (m->shard)
+        return ith_shard_writes(m->shard, at, p->count)
+                   ? ith_shard_overlap(m->shard, at, p->count, first, &unused)
+                   : 0;
+    int64_t rank = m->mesh && m->mesh->world ? m->mesh->world->rank : 0;
+    int64_t begin = ith_max_i64(at, part_first(m, rank)),
+            end = ith_min_i64(at + p->count, part_first(m, rank + 1));
+    *first = begin - at;
+    return ith_max_i64(0, end - begin);
 }

@@ -63,7 +63,6 @@ ith_status ith_shard_init(ith_shard *s, const ith_mesh *mesh, const int64_t *blo
     ITH_TRY_OUT(ith_alloc_zero((void **)&s->shard_first, num_blocks + 1, 8, "blocks", err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&s->chunk, num_blocks, 8, "blocks", err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&s->cuts, world + 1, 8, "blocks", err));
-    ITH_TRY_OUT(ith_alloc_zero((void **)&s->lists, 4 * world, 8, "blocks", err));
     memcpy(s->block_first, block_first, (size_t)(num_blocks + 1) * 8);
     if (chunk)
         memcpy(s->chunk, chunk, (size_t)num_blocks * 8);
@@ -86,7 +85,6 @@ void ith_shard_deinit(ith_shard *s)
     ith_free(s->shard_first);
     ith_free(s->chunk);
     ith_free(s->cuts);
-    ith_free(s->lists);
     memset(s, 0, sizeof *s);
 }
 
@@ -180,60 +178,19 @@ static int64_t block_of(const ith_shard *s, int64_t first, int64_t n)
     return b;
 }
 
-/* Part of elements [first, first + n) that rank r has: *from behind first. */
-static int64_t part_of_rank(const ith_shard *s, int64_t block, int64_t r, int64_t first, int64_t n,
-                            int64_t *from)
+int64_t ith_shard_overlap(const ith_shard *s, int64_t first, int64_t n, int64_t *from, int64_t *at)
 {
-    int64_t begin, end;
-    slice_of(s, block, r, &begin, &end);
+    int64_t block = block_of(s, first, n), begin, end;
+    slice_of(s, block, own_rank(s), &begin, &end);
     begin += s->block_first[block];
     end += s->block_first[block];
     int64_t low = ith_max_i64(first, begin), high = ith_min_i64(first + n, end);
     *from = low - first;
+    *at = s->shard_first[block] + low - begin;
     return ith_max_i64(0, high - low);
 }
 
-int64_t ith_shard_overlap(const ith_shard *s, int64_t first, int64_t n, int64_t *from, int64_t *at)
+bool ith_shard_writes(const ith_shard *s, int64_t first, int64_t n)
 {
-    int64_t block = block_of(s, first, n);
-    int64_t count = part_of_rank(s, block, own_rank(s), first, n, from);
-    *at = s->shard_first[block] + first + *from - ith_shard_slice_first(s, block);
-    return count;
-}
-
-/* One piece of a fetch: elements that fit the group's scratch, where they land. */
-static ith_status fetch_piece(ith_shard *s, ith_ctx *ctx, ith_tensor t, int64_t first, int64_t n,
-                              void *out)
-{
-    ith_comm *comm = s->mesh->device_world;
-    int64_t world = s->mesh->world_size, me = own_rank(s), size = ith_dtype_bytes(t.dtype);
-    int64_t block = block_of(s, first, n), from = 0, at = 0;
-    int64_t mine = ith_shard_is_copy(s, block) ? 0 : ith_shard_overlap(s, first, n, &from, &at);
-    int64_t *send_at = s->lists, *send_bytes = send_at + world, *recv_at = send_bytes + world,
-            *recv_bytes = recv_at + world;
-    for (int64_t r = 0; r < world; r++) {
-        send_at[r] = mine ? at * size : 0;
-        send_bytes[r] = r == 0 ? mine * size : 0;
-        recv_at[r] = recv_bytes[r] = 0;
-        if (me == 0 && (s->chunk[block] || r < s->mesh->shard_size)) {
-            recv_bytes[r] = part_of_rank(s, block, r, first, n, &from) * size;
-            recv_at[r] = recv_bytes[r] ? from * size : 0;
-        }
-    }
-    ith_exchange x = {t.data, send_at, send_bytes, comm->scratch, recv_at, recv_bytes};
-    ITH_TRY(ith_comm_exchange(comm, &x, ctx->err));
-    if (me == 0)
-        ITH_TRY(ctx->device->download(ctx->device, out, comm->scratch, n * size, ctx->err));
-    return ctx->device->sync(ctx->device, ctx->err);
-}
-
-ith_status ith_shard_fetch(ith_shard *s, ith_ctx *ctx, ith_tensor t, int64_t first, int64_t n,
-                           void *out)
-{
-    int64_t size = ith_dtype_bytes(t.dtype), most = s->mesh->device_world->scratch_bytes / size;
-    ITH_ASSERT(t.shape[0] == ith_shard_elements(s));
-    for (int64_t done = 0; done < n; done += most)
-        ITH_TRY(fetch_piece(s, ctx, t, first + done, ith_min_i64(most, n - done),
-                            out ? (char *)out + done * size : NULL));
-    return ITH_OK;
+    return !ith_shard_is_copy(s, block_of(s, first, n));
 }

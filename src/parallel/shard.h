@@ -21,7 +21,6 @@ typedef struct {
     int64_t *block_first; /* [num_blocks + 1] elements of the flat layout */
     int64_t *shard_first; /* [num_blocks + 1] where a block's slice begins in the shard */
     int64_t *cuts;        /* [world + 1] of the running call */
-    int64_t *lists;       /* [4 * world] likewise */
 } ith_shard;
 
 /* block_first and chunk are copied; borders are multiples of 128 elements, and so are cuts of what
@@ -52,13 +51,12 @@ ith_status ith_shard_reduce(ith_shard *shard, ith_ctx *ctx, int64_t block, ith_t
  * this rank's (absent: it is in t). */
 ith_status ith_shard_gather(ith_shard *shard, ith_ctx *ctx, int64_t block, ith_tensor t,
                             ith_tensor own, bool beside);
-/* Elements [first, first + n) of the flat layout, of one block, from the shards to `out` on rank 0
- * (out may be NULL elsewhere). t: this rank's shard. */
-ith_status ith_shard_fetch(ith_shard *shard, ith_ctx *ctx, ith_tensor t, int64_t first, int64_t n,
-                           void *out);
 /* The part of [first, first + n) that is in this rank's shard: *from elements behind first, *at in
  * the shard; returns how many, 0 for none. The range is within one block. */
 int64_t ith_shard_overlap(const ith_shard *shard, int64_t first, int64_t n, int64_t *from,
                           int64_t *at);
+
+/* Of a range within one block: no lower rank has this rank's part of it, too. */
+bool ith_shard_writes(const ith_shard *shard, int64_t first, int64_t n);
 
 #endif

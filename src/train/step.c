@@ -30,11 +30,6 @@ static ith_status place_optimizer(ith_step *s)
         ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "master weights", ITH_F32, n, &s->master));
     ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "AdamW m", moments, n, &s->m));
     ITH_TRY(push_1d(ctx, ITH_MEM_OPTIMIZER, "AdamW v", moments, n, &s->v));
-    const T all[] = {s->master, s->m, s->v, model->w};
-    model->num_sharded = 0;
-    for (int i = 0; model->shard && i < (model->zero_stage < 3 ? 3 : 4); i++)
-        if (all[i].ndim)
-            model->sharded[model->num_sharded++] = all[i];
     if (ith_ctx_counting(ctx))
         return ITH_OK;
     ITH_TRY(ith_zero(ctx, s->m));

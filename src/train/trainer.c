@@ -311,32 +311,14 @@ static ith_status evaluate(run *r, ith_error *err)
     return r->report ? ith_run_report_add(r->report, &row, err) : ITH_OK;
 }
 
-/* Rank 0 has written, or failed to; the others have served what it read of their shards. */
-static ith_status end_serving(ith_trainer *t, ith_status status, ith_error *err)
-{
-    ith_error unheard = {0};
-    ith_ctx ctx = t->session.ctx;
-    ctx.err = status == ITH_OK ? err : &unheard;
-    ITH_TRY(alone(t, ith_model_serve_end(t->model, &ctx)));
-    return ith_trainer_agree(t, status, err);
-}
-
-static ith_status serve(ith_trainer *t, ith_error *err)
-{
-    ITH_TRY(alone(t, ith_model_serve(t->model, &t->session.ctx)));
-    return ith_trainer_agree(t, ITH_OK, err);
-}
-
 static ith_status save(run *r, ith_error *err)
 {
+    double t0 = now_s();
     ith_status status = r->report ? ith_run_report_write(r->report, err) : ITH_OK;
-    if (!ith_trainer_is_first(r->t))
-        return serve(r->t, err);
-    if (status == ITH_OK)
-        status = ith_trainer_save(r->t, &r->at, err);
-    ITH_TRY(end_serving(r->t, status, err));
-    ith_trainer_say(r->hooks, "saved %s/checkpoint-%lld", r->t->config->output_dir,
-                    (long long)r->at.step);
+    ITH_TRY(ith_trainer_agree(r->t, status, err));
+    ITH_TRY(ith_trainer_save(r->t, &r->at, err));
+    ith_trainer_say(r->hooks, "saved %s/checkpoint-%lld in %.1f s", r->t->config->output_dir,
+                    (long long)r->at.step, now_s() - t0);
     return ITH_OK;
 }
 
@@ -418,7 +400,7 @@ ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_r
         r.save_steps = c->save_steps;
     if (!isnan(c->save_epochs))
         r.save_steps = ith_max_i64(1, (int64_t)((double)t->steps_per_epoch * c->save_epochs));
-    ITH_TRY(ith_trainer_agree(t, ith_make_dirs(c->output_dir, err), err));
+    ITH_TRY(ith_trainer_open_output(t, err));
     if (t->matmul_rate <= 0)
         ITH_TRY(ith_trainer_agree(
             t, ith_measure_matmul_rate(&t->session, t->model->dtype, &t->matmul_rate), err));
@@ -438,10 +420,7 @@ ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_r
     if (status == ITH_OK && r.at.step == 0)
         status = ith_fail(err, ITH_ERR_RUN, "no optimizer step was done");
     if (status == ITH_OK && !r.result.stopped) {
-        if (ith_trainer_is_first(t))
-            status = end_serving(t, ith_trainer_export(t, c->output_dir, err), err);
-        else
-            status = serve(t, err);
+        status = ith_trainer_export(t, c->output_dir, err);
         ith_trainer_say(
             hooks, status == ITH_OK ? "wrote the model to %s" : "could not write the model to %s",
             c->output_dir);

@@ -3,6 +3,8 @@
  * flat layouts. */
 #include <math.h>
 #include <string.h>
+#include <time.h>
+#include <unistd.h>
 
 #include "base/file.h"
 #include "checkpoint/model_dir.h"
@@ -27,6 +29,38 @@ ith_status ith_trainer_store_config(const ith_config *config, ith_error *err)
     return status;
 }
 
+ith_status ith_trainer_open_output(const ith_trainer *t, ith_error *err)
+{
+    const char *dir = t->config->output_dir;
+    ith_comm *ranks = ith_trainer_ranks(t);
+    ITH_TRY(ith_trainer_agree(t, ith_make_dirs(dir, err), err));
+    if (!ranks)
+        return ITH_OK;
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    int64_t mark[2] = {getpid(), now.tv_nsec};
+    ITH_TRY(ith_comm_broadcast(ranks, mark, sizeof mark, 0, err));
+    ith_buf path = {0};
+    ith_buf_printf(&path, "%s/.ranks-%lld-%lld", dir, (long long)mark[0], (long long)mark[1]);
+    ith_status status = ith_buf_check(&path, dir, err);
+    if (status == ITH_OK && ranks->rank == 0)
+        status = ith_write_file(path.data, "", 0, err);
+    status = ith_trainer_agree(t, status, err);
+    if (status == ITH_OK) {
+        if (!ith_path_exists(path.data))
+            status = ith_fail(err, ITH_ERR_USAGE,
+                              "output_dir: %s: what rank 0 writes is not here (give a directory "
+                              "that all hosts share)",
+                              dir);
+        status = ith_trainer_agree(t, status, err);
+    }
+    ith_error ignored = {0};
+    if (ranks->rank == 0 && path.data)
+        ith_remove_tree(path.data, &ignored);
+    ith_buf_deinit(&path);
+    return status;
+}
+
 ith_status ith_trainer_load_weights(ith_trainer *t, ith_error *err)
 {
     ith_st_reader *reader = NULL;
@@ -37,39 +71,26 @@ ith_status ith_trainer_load_weights(ith_trainer *t, ith_error *err)
     return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s", t->config->model);
 }
 
-/* What a push callback reads: one flat buffer. */
+/* What a put callback reads: one flat buffer. */
 typedef struct {
     ith_trainer *t;
     ith_tensor flat;
     char *staging;
 } flat_source;
 
-/* Calls put(arg, bytes) for all of piece i in order. */
-static ith_status stream_piece(flat_source *s, int64_t i,
-                               ith_status (*put)(void *arg, const void *data, int64_t bytes,
-                                                 ith_error *err),
-                               void *arg, ith_error *err)
+/* This rank's part of piece i. */
+static ith_status put_state(void *arg, int64_t i, ith_st_writer *writer, ith_error *err)
 {
-    int64_t size = ith_dtype_bytes(ith_model_piece_dtype(s->t->model, s->flat, i)),
-            count = s->t->model->pieces[i].count;
-    for (int64_t done = 0; done < count;) {
-        int64_t n = ith_min_i64(STAGING_BYTES / size, count - done);
-        ITH_TRY(
-            ith_model_download(s->t->model, &s->t->session.ctx, s->flat, i, done, n, s->staging));
-        ITH_TRY(put(arg, s->staging, n * size, err));
-        done += n;
+    const flat_source *s = arg;
+    ith_model *m = s->t->model;
+    int64_t size = ith_dtype_bytes(ith_model_piece_dtype(m, s->flat, i)), first = 0;
+    int64_t count = ith_model_own_part(m, i, &first);
+    for (int64_t done = 0, n; done < count; done += n) {
+        n = ith_min_i64(STAGING_BYTES / size, count - done);
+        ITH_TRY(ith_model_download(m, &s->t->session.ctx, s->flat, i, first + done, n, s->staging));
+        ITH_TRY(ith_st_writer_put(writer, i, (first + done) * size, s->staging, n * size, err));
     }
     return ITH_OK;
-}
-
-static ith_status put_state(void *arg, const void *data, int64_t bytes, ith_error *err)
-{
-    return ith_st_writer_push(arg, data, bytes, err);
-}
-
-static ith_status push_state(void *arg, int64_t i, ith_st_writer *writer, ith_error *err)
-{
-    return stream_piece(arg, i, put_state, writer, err);
 }
 
 static ith_status write_hf(void *arg, const char *dir, ith_error *err)
@@ -112,30 +133,35 @@ static ith_status make_groups(ith_trainer *t, group_list *g, ith_error *err)
             memcpy(g->tensors[k][i].shape, p->shape, sizeof p->shape);
         }
         g->sources[k] = (flat_source){t, flats[k], g->staging};
-        g->groups[k] = (ith_state_group){names[k], g->tensors[k], t->model->num_pieces, push_state,
+        g->groups[k] = (ith_state_group){names[k], g->tensors[k], t->model->num_pieces, put_state,
                                          &g->sources[k]};
     }
     return ITH_OK;
 }
 
+static ith_status pack_state(ith_trainer *t, const ith_run_position *at, json_t **out,
+                             ith_error *err)
+{
+    json_t *data = NULL;
+    ITH_TRY(ith_batcher_save(t->batcher, &data, err));
+    *out = json_pack(
+        "{s:I, s:I, s:O, s:{s:o, s:f, s:f, s:I, s:I, s:I}}", "updates", (json_int_t)at->updates,
+        "skipped", (json_int_t)at->skipped, "data", data, "unlogged", "loss_sum",
+        isfinite(at->unlogged.loss_sum) ? json_real(at->unlogged.loss_sum) : json_null(), "seconds",
+        at->unlogged.seconds, "flops", at->unlogged.flops, "steps", (json_int_t)at->unlogged.steps,
+        "tokens", (json_int_t)at->unlogged.tokens, "labels", (json_int_t)at->unlogged.labels);
+    json_decref(data);
+    return *out ? ITH_OK : ith_fail(err, ITH_ERR_MEMORY, "out of memory for the training state");
+}
+
 ith_status ith_trainer_save(ith_trainer *t, const ith_run_position *at, ith_error *err)
 {
     group_list g;
-    json_t *data = NULL, *state = NULL;
+    json_t *state = NULL;
     ith_status status = make_groups(t, &g, err);
     if (status == ITH_OK)
-        status = ith_batcher_save(t->batcher, &data, err);
-    if (status == ITH_OK) {
-        state = json_pack(
-            "{s:I, s:I, s:O, s:{s:o, s:f, s:f, s:I, s:I, s:I}}", "updates", (json_int_t)at->updates,
-            "skipped", (json_int_t)at->skipped, "data", data, "unlogged", "loss_sum",
-            isfinite(at->unlogged.loss_sum) ? json_real(at->unlogged.loss_sum) : json_null(),
-            "seconds", at->unlogged.seconds, "flops", at->unlogged.flops, "steps",
-            (json_int_t)at->unlogged.steps, "tokens", (json_int_t)at->unlogged.tokens, "labels",
-            (json_int_t)at->unlogged.labels);
-        if (!state)
-            status = ith_fail(err, ITH_ERR_MEMORY, "out of memory for the training state");
-    }
+        status = pack_state(t, at, &state, err);
+    status = ith_trainer_agree(t, status, err);
     if (status == ITH_OK) {
         ith_train_save save = {
             .progress = {at->step, at->samples, at->epoch, !isnan(at->best_eval),
@@ -145,12 +171,12 @@ ith_status ith_trainer_save(ith_trainer *t, const ith_run_position *at, ith_erro
             .num_groups = NUM_GROUPS,
             .save_total_limit =
                 t->config->save_total_limit == ITH_CONFIG_UNSET ? 0 : t->config->save_total_limit,
+            .ranks = ith_trainer_ranks(t),
             .write_hf = t->config->save_ckpt_as_hf ? write_hf : NULL,
             .write_hf_arg = t};
         status = ith_train_state_save(t->config->output_dir, &save, err);
     }
     json_decref(state);
-    json_decref(data);
     free_groups(&g);
     return status;
 }

@@ -388,21 +388,22 @@ static void test_every_failing_operation_of_a_load_is_one_error(void **state)
         }
 }
 
-static ith_status push_tensor(void *arg, int64_t i, ith_st_writer *writer, ith_error *err)
+static ith_status put_tensor(void *arg, int64_t i, ith_st_writer *writer, ith_error *err)
 {
     const sample *s = arg;
-    return i == 0 ? ith_st_writer_push(writer, s->w, sizeof s->w, err)
-                  : ith_st_writer_push(writer, s->b, sizeof s->b, err);
+    return i == 0 ? ith_st_writer_put(writer, i, 0, s->w, sizeof s->w, err)
+                  : ith_st_writer_put(writer, i, 0, s->b, sizeof s->b, err);
 }
 
 static ith_status write_hf(void *arg, const char *dir, ith_error *err)
 {
     char path[4700];
+    ITH_TRY(ith_make_dirs(dir, err));
     snprintf(path, sizeof path, "%s/%s", dir, (const char *)arg);
     return ith_write_file(path, "{}", 2, err);
 }
 
-static void test_pushed_tensors_and_hf_directory(void **state)
+static void test_put_tensors_and_hf_directory(void **state)
 {
     (void)state;
     ith_error err = {0};
@@ -410,8 +411,8 @@ static void test_pushed_tensors_and_hf_directory(void **state)
     make_sample(&s, 40);
     ith_train_save save = save_of(&s, 40);
     s.master[0].data = s.master[1].data = NULL;
-    s.groups[0].push = push_tensor;
-    s.groups[0].push_arg = &s;
+    s.groups[0].put = put_tensor;
+    s.groups[0].put_arg = &s;
     static char name[] = "config.json";
     save.write_hf = write_hf;
     save.write_hf_arg = name;
@@ -437,7 +438,7 @@ int main(void)
             test_every_failing_operation_of_a_save_leaves_a_good_checkpoint, set_up, tear_down),
         cmocka_unit_test_setup_teardown(test_every_failing_operation_of_a_load_is_one_error, set_up,
                                         tear_down),
-        cmocka_unit_test_setup_teardown(test_pushed_tensors_and_hf_directory, set_up, tear_down),
+        cmocka_unit_test_setup_teardown(test_put_tensors_and_hf_directory, set_up, tear_down),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
