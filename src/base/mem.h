@@ -40,7 +40,8 @@ typedef enum {
     ITH_FAULT_WRITE,
     ITH_FAULT_KILL,
     ITH_FAULT_VERIFY,
-    ITH_FAULT_KINDS
+    ITH_FAULT_KINDS,
+    ITH_FAULT_FAILURES = ITH_FAULT_KILL /* the kinds before are operations that fail */
 } ith_fault_kind;
 void ith_fault_set(ith_fault_kind kind, int64_t n);
 /* Counts one operation; true when it must fail. */

@@ -214,20 +214,20 @@ static void torture_at(const victim *v, ith_fault_kind kind, int64_t n, int file
 static void torture(const victim *v)
 {
     ith_error err = {0};
-    int64_t counts[ITH_FAULT_KINDS];
+    int64_t counts[ITH_FAULT_FAILURES];
     int files = open_files();
     for (int pass = 0; pass < 2; pass++) { /* the first warms what is done once per process */
         remove_all(v->fresh);
-        for (int k = 0; k < ITH_FAULT_KINDS; k++)
+        for (int k = 0; k < ITH_FAULT_FAILURES; k++)
             ith_fault_set((ith_fault_kind)k, 0);
         assert_ok(v->run(&err), err);
-        for (int k = 0; k < ITH_FAULT_KINDS; k++)
+        for (int k = 0; k < ITH_FAULT_FAILURES; k++)
             counts[k] = ith_fault_count((ith_fault_kind)k);
         for (int i = 0; v->results[i]; i++)
             assert_ok(ith_copy_file(small_join(base, v->results[i]), reference_of(v, i), &err),
                       err);
     }
-    for (int k = 0; k < ITH_FAULT_KINDS; k++) {
+    for (int k = 0; k < ITH_FAULT_FAILURES; k++) {
         int64_t stride = 1;
         if (!every && k != ITH_FAULT_WRITE && counts[k] > v->samples)
             stride = counts[k] / v->samples;

@@ -617,7 +617,7 @@ static void test_faults_leave_no_half_cache(void **state)
     ith_samples_options o = options_of(path);
     ith_samples *memory = open_samples(o);
     o.cache_dir = dir;
-    for (int kind = ITH_FAULT_ALLOC; kind < ITH_FAULT_KINDS; kind++) {
+    for (int kind = ITH_FAULT_ALLOC; kind < ITH_FAULT_FAILURES; kind++) {
         int64_t failures = 0;
         for (int64_t n = 1;; n++) {
             ith_samples *s = NULL;
