@@ -373,6 +373,8 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, layou
                          .noisy = f->diffusion,
                          .bidirectional = f->bidirectional};
     assert_ok(ith_step_create(&r->step, r->model, &r->session.ctx, &c, false), err);
+    if (mesh) /* some ranks have fewer tiles, or none */
+        r->model->mlp_tile = 5;
     fill_weights(r);
 }
 
