@@ -1,9 +1,9 @@
 /* config.h - what a run is asked to do: one plain struct, read from a file.
  *
  * The flat LlamaFactory v1 dialect is our own dialect too; dFactory and TRL files are read by
- * tables that say what their keys mean in ours (config_dialect.h). One table (ith_config_keys) gives for
- * each key its type, range, default, help and status; reading, the dump, docs/config.md and the
- * checks all come from it. Invariants after ith_config_load:
+ * tables that say what their keys mean in ours (config_dialect.h). One table (ith_config_keys)
+ * gives for each key its type, range, default, help and status; reading, the dump, docs/config.md
+ * and the checks all come from it. Invariants after ith_config_load:
  *   1. Every key holds a valid value; combinations of keys that cannot work were refused.
  *   2. Mistakes are errors "file:line:col: key: found X (would be right)". All mistakes of a file
  *      are found in one go: the error text then has one line for each.
@@ -67,6 +67,7 @@ typedef enum { ITH_EP_EAGER, ITH_EP_FUSED, ITH_EP_MC2, ITH_EP_DOMINO } ith_ep_di
 typedef enum { ITH_FSDP_NATIVE, ITH_FSDP_CUSTOM } ith_fsdp_implementation;
 typedef enum { ITH_CP_AUTO, ITH_CP_ULYSSES, ITH_CP_RING, ITH_CP_HYBRID } ith_cp_mode;
 typedef enum { ITH_LINEAR_CP_AUTO, ITH_LINEAR_CP_HEADS, ITH_LINEAR_CP_STATES } ith_linear_cp_mode;
+typedef enum { ITH_CP_WHOLE_NEVER, ITH_CP_WHOLE_AUTO, ITH_CP_WHOLE_ALWAYS } ith_cp_whole;
 typedef enum { ITH_SAMPLE_HF, ITH_SAMPLE_VLLM } ith_sample_backend;
 typedef enum { ITH_MTP_NONE, ITH_MTP_ON } ith_mtp_name;
 typedef enum {
@@ -172,7 +173,7 @@ typedef struct {
 /* Sizes of the run that depend on the number of processes; see ith_config_resolve_layout. */
 typedef struct {
     int64_t world_size, dp_size, cp_size, ep_size;
-    int64_t shard_size; /* processes that share one copy of what zero_stage cuts */
+    int64_t shard_size;        /* processes that share one copy of what zero_stage cuts */
     int64_t global_batch_size; /* samples per optimizer step, all ranks */
     int64_t grad_accum;        /* micro-batches per optimizer step and data-parallel rank */
 } ith_config_layout;
@@ -199,7 +200,9 @@ typedef struct {
     double eval_split_ratio;                  /* part of train_dataset held out; 0: none */
     ith_train_on train_on;
     int64_t cutoff_len; /* tokens per sample */
+    bool split_long;    /* longer ones become several */
     ith_batching batching_strategy;
+    int64_t pack_window; /* samples that packing places at a time */
     int64_t batching_workers;
     const char *data_cache_dir; /* NULL: no cache of tokenized data on disk */
     int64_t nproc;              /* threads that prepare data, 0: all cores */
@@ -250,6 +253,7 @@ typedef struct {
     int64_t ep_size;          /* ITH_CONFIG_UNSET: as dist_config says */
     ith_cp_mode cp_mode;
     ith_linear_cp_mode linear_cp_mode;
+    ith_cp_whole cp_whole_documents;
     int64_t mp_replicate_size, mp_shard_size; /* mp_shard_size: ITH_CONFIG_UNSET = the rest */
     int64_t dist_timeout;                     /* seconds */
 

@@ -84,6 +84,8 @@ static ith_status check_eval(ith_config *c, ith_error *err)
     return ITH_OK;
 }
 
+#define DEFAULT_PACK_WINDOW 8192 /* stands in every dump */
+
 static ith_status check_batching(ith_config *c, ith_error *err)
 {
     bool restarts = c->batching_strategy == ITH_BATCHING_DYNAMIC ||
@@ -94,6 +96,9 @@ static ith_status check_batching(ith_config *c, ith_error *err)
     if (restarts && !isnan(c->save_epochs))
         return ith_config_fail(c, "save_epochs", err,
                                "dynamic batches have no epochs (use save_steps)");
+    if (c->batching_strategy != ITH_BATCHING_PACKING && c->pack_window != DEFAULT_PACK_WINDOW)
+        return ith_config_fail(c, "pack_window", err,
+                               "has no effect (use batching_strategy: packing)");
     if (c->gradient_accumulation_steps != ITH_CONFIG_UNSET &&
         c->global_batch_size != ITH_CONFIG_UNSET)
         return ith_config_fail(c, "gradient_accumulation_steps", err,

@@ -125,13 +125,20 @@ const config_row ith_config_rows[] = {
  .help = "last_turn: one sample per assistant turn, as LlamaFactory does. all_turns: one sample per "
          "conversation with every assistant turn trained (linear cost in turns)."},
 {"cutoff_len", DATA, KEY_INT, AT(cutoff_len), "2048", FROM_TO(2, 0x7ffffffe),
- .help = "Longest sample in tokens; the tail beyond it is cut."},
+ .help = "Longest sample in tokens; the tail beyond it is cut, or becomes samples of its own "
+         "(split_long)."},
+{"split_long", DATA, KEY_BOOL, AT(split_long), "false",
+ .help = "Samples longer than cutoff_len become several, each of at most cutoff_len tokens that see "
+         "only their own part; parts without a trained token are dropped and counted. false: the "
+         "tail is cut."},
 {"batching_strategy", DATA, KEY_ENUM, AT(batching_strategy), "normal",
  .words = "normal padding_free dynamic_batching dynamic_padding_free packing",
  .help = "normal: micro_batch_size padded samples. padding_free: the same samples in one row without "
          "padding. dynamic_batching, dynamic_padding_free: as many samples as fit cutoff_len * "
          "micro_batch_size tokens, padded or not. packing: best-fit packing into rows of that size; "
          "documents stay whole."},
+{"pack_window", DATA, KEY_INT, AT(pack_window), "8192", FROM_TO(1, 0x7ffffffe),
+ .help = "Samples that packing places at a time; more fill rows better and take 40 bytes each."},
 {"batching_workers", DATA, KEY_INT, AT(batching_workers), "16", AT_LEAST(0),
  NOT_NEEDED = "samples are prepared by threads (nproc)", .help = "Accepted from LlamaFactory files."},
 {"data_cache_dir", DATA, KEY_TEXT, AT(data_cache_dir), "null", .nullable = true,
@@ -306,6 +313,11 @@ const config_row ith_config_rows[] = {
 {"linear_cp_mode", MACHINE, KEY_ENUM, AT(linear_cp_mode), "auto", .words = "auto heads states",
  .help = "How linear attention (Gated DeltaNet) shares a sequence: heads exchanges sequence parts for "
          "heads, states passes states between the parts; auto takes the cheaper."},
+{"cp_whole_documents", MACHINE, KEY_ENUM, AT(cp_whole_documents), "auto",
+ .words = "never auto always",
+ .help = "Under cp_size, documents of at most 1/cp_size of the longest micro-batch that stay whole on one "
+         "process, beside longer ones that are shared within the same step. auto: those that make the "
+         "step shorter, by its work and exchanges; always: all of them. Results do not depend on it."},
 {"mp_replicate_size", MACHINE, KEY_INT, AT(mp_replicate_size), "1", AT_LEAST(1),
  .help = "Copies of what zero_stage divides: each is divided among mp_shard_size neighbours."},
 {"mp_shard_size", MACHINE, KEY_INT, AT(mp_shard_size), "null", AT_LEAST(1), .nullable = true,

@@ -1,6 +1,6 @@
 /* batch_plan.c - composition rules of the batching strategies.
- * Invariants: 1. without carry_over every document of the epoch is in exactly one micro-batch of
- * one rank. 2. The permutation depends on seed and epoch alone, not on ranks or strategy. */
+ * Invariants: 1. without carry_over every document of the epoch is in exactly one micro-batch. 2.
+ * The permutation depends on seed and epoch alone, not on the strategy. */
 #include "data/batch_plan.h"
 
 #include "base/checked.h"
@@ -19,19 +19,16 @@ ith_status batch_plan_create(batch_plan *plan, const batch_plan_options *options
     memset(plan, 0, sizeof *plan);
     plan->options = *options;
     const batch_plan_options *o = &plan->options;
-    ITH_ASSERT(o->count > 0 && o->dp_size > 0 && o->dp_rank < o->dp_size && o->budget > 0);
-    /* Packing deals out bins, and one rank may get nearly all documents in its own. */
-    int64_t own =
-        o->strategy == ITH_BATCHING_PACKING ? o->count : ith_div_ceil(o->count, o->dp_size);
-    plan->order_cap = own + max_carry;
+    ITH_ASSERT(o->count > 0 && o->budget > 0);
+    plan->order_cap = o->count + max_carry;
     ith_status status = ITH_OK;
     int64_t n = o->count;
-    ITH_TRY_OUT(ith_alloc((void **)&plan->permutation, n * 8, "epoch order", err));
     ITH_TRY_OUT(ith_alloc((void **)&plan->order, plan->order_cap * 8, "epoch order", err));
     ITH_TRY_OUT(
         ith_alloc((void **)&plan->micro_begin, (plan->order_cap + 2) * 8, "micro-batches", err));
     if (o->strategy == ITH_BATCHING_PACKING) {
         int64_t window = plan->options.window = ith_min_i64(o->window, n);
+        ITH_TRY_OUT(ith_alloc((void **)&plan->permutation, n * 8, "epoch order", err));
         ITH_TRY_OUT(ith_best_fit_create(&plan->fit, o->budget, window, err));
         ITH_TRY_OUT(ith_alloc((void **)&plan->bin_begin, (n + 1) * 8, "packing", err));
         ITH_TRY_OUT(ith_alloc((void **)&plan->bin_order, n * 8, "packing", err));
@@ -102,20 +99,6 @@ static filling fill_begin(const batch_plan_options *o)
     return (filling){o->strategy == ITH_BATCHING_DYNAMIC, o->budget, 0, 0, 0};
 }
 
-/* Micro-batches that rank `rank` makes of the permutation, the last one closed by its end. */
-static int64_t count_dynamic(const batch_plan *plan, int64_t rank)
-{
-    const batch_plan_options *o = &plan->options;
-    filling f = fill_begin(o);
-    int64_t closed = 0;
-    for (int64_t i = rank; i < o->count; i += o->dp_size) {
-        bool after = false;
-        closed += fill_add(&f, o->lengths[plan->permutation[i]], &after);
-        closed += after;
-    }
-    return closed + (f.count > 0);
-}
-
 static void build_dynamic(batch_plan *plan)
 {
     const batch_plan_options *o = &plan->options;
@@ -131,11 +114,6 @@ static void build_dynamic(batch_plan *plan)
     }
     if (f.count > 0 && !o->carry_over)
         plan->micro_begin[++plan->num_micro] = plan->num_order;
-    plan->num_common = plan->num_micro;
-    if (!o->carry_over)
-        for (int64_t r = 0; r < o->dp_size; r++)
-            plan->num_common =
-                ith_max_i64(plan->num_common, r == o->dp_rank ? 0 : count_dynamic(plan, r));
 }
 
 static void build_counted(batch_plan *plan)
@@ -145,7 +123,6 @@ static void build_counted(batch_plan *plan)
     plan->num_micro = ith_div_ceil(plan->num_order, m);
     for (int64_t j = 0; j <= plan->num_micro; j++)
         plan->micro_begin[j] = ith_min_i64(j * m, plan->num_order);
-    plan->num_common = ith_div_ceil(ith_div_ceil(o->count, o->dp_size), m);
 }
 
 /* Groups the permutation by bins, window after window, in place; returns the number of bins. */
@@ -176,7 +153,7 @@ static void build_packed(batch_plan *plan, int64_t epoch)
     int64_t num_bins = pack_windows(plan);
     permute(o, "bin order", epoch, num_bins, plan->bin_order);
     plan->num_order = plan->num_micro = 0;
-    for (int64_t i = o->dp_rank; i < num_bins; i += o->dp_size) {
+    for (int64_t i = 0; i < num_bins; i++) {
         int64_t bin = plan->bin_order[i], begin = plan->bin_begin[bin];
         int64_t n = plan->bin_begin[bin + 1] - begin;
         plan->micro_begin[plan->num_micro++] = plan->num_order;
@@ -184,28 +161,23 @@ static void build_packed(batch_plan *plan, int64_t epoch)
         plan->num_order += n;
     }
     plan->micro_begin[plan->num_micro] = plan->num_order;
-    plan->num_common = ith_div_ceil(num_bins, o->dp_size);
 }
 
 void batch_plan_build(batch_plan *plan, int64_t epoch, const int64_t *carry, int64_t num_carry)
 {
     const batch_plan_options *o = &plan->options;
-    permute(o, "epoch order", epoch, o->count, plan->permutation);
     if (o->strategy == ITH_BATCHING_PACKING) {
+        permute(o, "epoch order", epoch, o->count, plan->permutation);
         build_packed(plan, epoch);
         return;
     }
     ITH_ASSERT(num_carry == 0 || o->carry_over);
     if (num_carry)
         memmove(plan->order, carry, (size_t)num_carry * 8);
-    plan->num_order = num_carry;
-    for (int64_t i = o->dp_rank; i < o->count; i += o->dp_size) {
-        ITH_ASSERT(plan->num_order < plan->order_cap);
-        plan->order[plan->num_order++] = plan->permutation[i];
-    }
+    permute(o, "epoch order", epoch, o->count, plan->order + num_carry);
+    plan->num_order = num_carry + o->count;
     if (is_dynamic(o->strategy))
         build_dynamic(plan);
     else
         build_counted(plan);
-    ITH_ASSERT(plan->num_micro <= plan->num_common);
 }

@@ -1,4 +1,4 @@
-/* batch_plan.h - the micro-batches of one epoch and one rank, from lengths alone. Stays inside
+/* batch_plan.h - the micro-batches of one epoch, of all ranks, from lengths alone. Stays inside
  * data/.
  *
  * Documents are numbered by their position in the list the batcher uses. A plan is a function of
@@ -13,7 +13,6 @@ typedef struct {
     ith_batching strategy;
     int64_t micro_batch_size, budget; /* budget: tokens, cutoff_len * micro_batch_size */
     int64_t window;                   /* of packing, documents */
-    int64_t dp_rank, dp_size;
     uint64_t seed;
     bool shuffle, carry_over;
     const int32_t *lengths; /* [count], 1..cutoff_len each */
@@ -22,15 +21,14 @@ typedef struct {
 
 typedef struct {
     batch_plan_options options;
-    int64_t *permutation; /* [count] of all ranks */
-    int64_t *order;       /* [order_cap] of this rank, micro-batch after micro-batch */
+    int64_t *order; /* [order_cap] documents, micro-batch after micro-batch */
     int64_t order_cap, num_order;
     int64_t *micro_begin; /* [order_cap + 2] where each micro-batch begins in order */
-    int64_t num_micro;    /* of this rank */
-    int64_t num_common;   /* of the rank that has most; empty ones fill up the others */
+    int64_t num_micro;
     /* packing */
+    int64_t *permutation; /* [count] */
     ith_best_fit *fit;
-    int64_t *bin_begin, *bin_order; /* [count + 1], [count] of all ranks */
+    int64_t *bin_begin, *bin_order; /* [count + 1], [count] */
     int64_t *window_docs, *window_begin;
     int32_t *window_lengths;
 } batch_plan;

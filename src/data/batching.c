@@ -1,10 +1,11 @@
 /* batching.c - steps, packed arrays and resume over the plan of an epoch.
  * Invariants: 1. a step is a function of (options, lengths, epoch, cursor, carried documents),
- * which is what the state holds. 2. num_micro of a step is the same on all ranks. */
+ * which is what the state holds. 2. every rank knows the whole step and how it is dealt. */
 #include "data/batching.h"
 
 #include "base/checked.h"
 #include "base/rng.h"
+#include "data/batch_deal.h"
 #include "data/batch_media.h"
 #include "data/batch_plan.h"
 
@@ -29,11 +30,9 @@ struct ith_batcher {
     int64_t *carry;              /* documents the epoch began with */
     int64_t num_carry, max_carry;
 
-    /* the current step */
-    int64_t num_micro;
-    int64_t *step_docs;  /* positions, micro-batch after micro-batch */
-    int64_t *step_begin; /* [max_micro + 1] */
-    int64_t step_docs_cap;
+    batch_list now; /* the current step, of all ranks: positions */
+    int64_t max_now_docs;
+    batch_deal deal;
 
     ith_micro_batch arrays;
     batch_media media;
@@ -64,6 +63,7 @@ ith_batcher_options ith_batcher_options_from(const ith_config *config,
                              .seed = (uint64_t)config->seed,
                              .shuffle = true,
                              .carry_over = dynamic && by_steps,
+                             .pack_window = config->pack_window,
                              .num_epochs = by_steps ? 0 : config->num_train_epochs};
     return o;
 }
@@ -137,6 +137,31 @@ static ith_status find_media_limits(const ith_batcher *b, ith_batch_limits *limi
     return ITH_OK;
 }
 
+/* Micro-batches of a step, of all groups. */
+static int64_t micro_of_step(const ith_batcher *b)
+{
+    return ith_mul_bytes(b->options.grad_accum, b->options.dp_size);
+}
+
+/* Without carry_over a step is at most a whole epoch; else what its tokens can be in whole passes
+ * over the data, and parts of two. */
+static int64_t most_docs_of_step(const ith_batcher *b, int64_t total_tokens)
+{
+    int64_t docs = ith_mul_bytes(micro_of_step(b), b->limits.max_docs);
+    if (!b->options.carry_over)
+        return ith_min_i64(docs, b->count);
+    int64_t passes = ith_mul_bytes(micro_of_step(b), b->limits.max_tokens) / total_tokens + 2;
+    return ith_min_i64(docs, ith_mul_bytes(passes, b->count));
+}
+
+static int64_t most_whole_docs(const ith_batcher *b)
+{
+    int32_t shortest = INT32_MAX;
+    for (int64_t i = 0; i < b->count; i++)
+        shortest = b->lengths[i] < shortest ? b->lengths[i] : shortest;
+    return ith_min_i64(b->limits.max_whole_tokens / shortest, b->max_now_docs);
+}
+
 static ith_status find_limits(ith_batcher *b, ith_error *err)
 {
     const ith_batcher_options *o = &b->options;
@@ -160,10 +185,45 @@ static ith_status find_limits(ith_batcher *b, ith_error *err)
         }
     }
     bound.max_labels = bound.max_tokens - 1;
+    bound.max_whole_tokens = o->whole == ITH_CP_WHOLE_NEVER ? 0 : bound.max_tokens / o->cp_size;
+    if (bound.max_whole_tokens < shortest || o->cp_size == 1)
+        bound.max_whole_tokens = 0;
     if (o->media)
         ITH_TRY(find_media_limits(b, &bound, err));
     b->limits = bound;
     b->max_carry = o->carry_over ? bound.max_docs + 1 : 0;
+    b->max_now_docs = most_docs_of_step(b, total);
+    return ITH_OK;
+}
+
+static batch_deal_options deal_options(const ith_batcher *b)
+{
+    const ith_batcher_options *o = &b->options;
+    const ith_batch_limits *l = &b->limits;
+    ith_batch_work work = o->work;
+    if (work.linear <= 0)
+        work = (ith_batch_work){.linear = 1};
+    return (batch_deal_options){.work = work,
+                                .groups = o->dp_size,
+                                .cp_size = o->cp_size,
+                                .regroup = is_counted(o->strategy) && !o->keep_together,
+                                .whole_always = o->whole == ITH_CP_WHOLE_ALWAYS,
+                                .max_micro = micro_of_step(b),
+                                .max_docs = b->max_now_docs,
+                                .group_tokens = l->max_tokens,
+                                .group_docs = l->max_docs,
+                                .rank_tokens = l->max_whole_tokens,
+                                .rank_docs = most_whole_docs(b),
+                                .lengths = b->lengths};
+}
+
+/* Room for the deals: a rank's own micro-batch may have more documents than its group's. */
+static ith_status create_deal(ith_batcher *b, ith_error *err)
+{
+    batch_deal_options o = deal_options(b);
+    ITH_TRY(batch_deal_create(&b->deal, &o, err));
+    b->limits.max_docs = ith_max_i64(b->limits.max_docs, o.rank_docs);
+    b->limits.max_micro = batch_deal_max_rounds(&o);
     return ITH_OK;
 }
 
@@ -172,6 +232,8 @@ static ith_status check_options(const ith_batcher_options *o, int64_t count, ith
     ITH_ASSERT(o->micro_batch_size > 0 && o->cutoff_len > 0 && o->grad_accum > 0);
     ITH_ASSERT(o->dp_size > 0 && o->dp_rank >= 0 && o->dp_rank < o->dp_size && o->num_epochs >= 0);
     ITH_ASSERT(!o->carry_over || o->num_epochs == 0);
+    ITH_ASSERT(o->cp_size > 0 && o->cp_rank >= 0 && o->cp_rank < o->cp_size);
+    ITH_ASSERT(o->whole == ITH_CP_WHOLE_NEVER || !o->keep_together);
     if (o->cutoff_len > (INT32_MAX - 1) / o->micro_batch_size)
         return ith_fail(err, ITH_ERR_USAGE,
                         "cutoff_len %" PRId64 " x micro_batch_size %" PRId64
@@ -179,10 +241,6 @@ static ith_status check_options(const ith_batcher_options *o, int64_t count, ith
                         o->cutoff_len, o->micro_batch_size);
     if (count == 0)
         return ith_fail(err, ITH_ERR_FORMAT, "no sample to make batches of");
-    if (o->carry_over && count < o->dp_size)
-        return ith_fail(err, ITH_ERR_USAGE,
-                        "%" PRId64 " samples for dp_size %" PRId64 ": a rank would have none",
-                        count, o->dp_size);
     return ITH_OK;
 }
 
@@ -204,10 +262,7 @@ static ith_status copy_lengths(ith_batcher *b, ith_error *err)
 static ith_status alloc_arrays(ith_batcher *b, ith_error *err)
 {
     ith_micro_batch *a = &b->arrays;
-    int64_t tokens = b->limits.max_tokens, docs = b->limits.max_docs, micro = b->limits.max_micro;
-    b->step_docs_cap = ith_mul_bytes(micro, docs);
-    if (!b->options.carry_over) /* a step is at most a whole epoch */
-        b->step_docs_cap = ith_min_i64(b->step_docs_cap, b->count);
+    int64_t tokens = b->limits.max_tokens, docs = b->limits.max_docs;
     ITH_TRY(ith_alloc((void **)&a->ids, tokens * 4, "batch", err));
     ITH_TRY(ith_alloc((void **)&a->position_ids, tokens * 4, "batch", err));
     ITH_TRY(ith_alloc((void **)&a->labels, tokens * 4, "batch", err));
@@ -218,25 +273,24 @@ static ith_status alloc_arrays(ith_batcher *b, ith_error *err)
         ITH_TRY(batch_media_create(&b->media, b->options.media, b->options.pool, &b->limits, err));
     b->media.rank = b->options.media_rank;
     b->media.ranks = b->options.media_ranks;
-    ITH_TRY(ith_alloc((void **)&b->step_docs, b->step_docs_cap * 8, "batch", err));
-    ITH_TRY(ith_alloc((void **)&b->step_begin, (micro + 1) * 8, "batch", err));
+    ITH_TRY(ith_alloc((void **)&b->now.docs, b->max_now_docs * 8, "batch", err));
+    ITH_TRY(ith_alloc((void **)&b->now.begin, (micro_of_step(b) + 1) * 8, "batch", err));
     return b->max_carry ? ith_alloc((void **)&b->carry, b->max_carry * 8, "batch", err) : ITH_OK;
 }
 
 /* Steps of the epoch the plan holds. */
 static int64_t plan_steps(const ith_batcher *b)
 {
-    return ith_div_ceil(b->plan.num_common, b->options.grad_accum);
+    return ith_div_ceil(b->plan.num_micro, micro_of_step(b));
 }
 
 static void count_steps(ith_batcher *b)
 {
     const ith_batcher_options *o = &b->options;
     batch_plan_build(&b->plan, 0, NULL, 0);
-    b->steps_per_epoch = o->carry_over
-                             ? ith_div_ceil(ith_div_ceil(b->count, o->dp_size),
-                                            ith_mul_bytes(o->micro_batch_size, o->grad_accum))
-                             : plan_steps(b);
+    b->steps_per_epoch =
+        o->carry_over ? ith_div_ceil(b->count, ith_mul_bytes(o->micro_batch_size, micro_of_step(b)))
+                      : plan_steps(b);
     if (is_counted(o->strategy) || !o->shuffle) { /* every epoch has as many */
         b->total_steps = ith_mul_bytes(b->steps_per_epoch, o->num_epochs);
         return;
@@ -254,11 +308,13 @@ ith_status ith_batcher_create(ith_batcher **out, const ith_samples *samples,
                               const ith_batcher_options *options, ith_error *err)
 {
     int64_t count = options->subset ? options->num_subset : ith_samples_count(samples);
-    ITH_TRY(check_options(options, count, err));
+    ith_batcher_options o = *options;
+    o.cp_size = ith_max_i64(o.cp_size, 1);
+    ITH_TRY(check_options(&o, count, err));
     ith_batcher *b = NULL;
     ITH_TRY(ith_alloc_zero((void **)&b, 1, sizeof *b, "batcher", err));
     b->samples = samples;
-    b->options = *options;
+    b->options = o;
     b->count = count;
     if (b->options.pack_window <= 0)
         b->options.pack_window = DEFAULT_PACK_WINDOW;
@@ -270,13 +326,12 @@ ith_status ith_batcher_create(ith_batcher **out, const ith_samples *samples,
     }
     ITH_TRY_OUT(copy_lengths(b, err));
     ITH_TRY_OUT(find_limits(b, err));
+    ITH_TRY_OUT(create_deal(b, err));
     ITH_TRY_OUT(alloc_arrays(b, err));
     batch_plan_options plan = {.strategy = options->strategy,
                                .micro_batch_size = options->micro_batch_size,
                                .budget = options->cutoff_len * options->micro_batch_size,
                                .window = b->options.pack_window,
-                               .dp_rank = options->dp_rank,
-                               .dp_size = options->dp_size,
                                .seed = options->seed,
                                .shuffle = options->shuffle,
                                .carry_over = options->carry_over,
@@ -296,12 +351,13 @@ void ith_batcher_destroy(ith_batcher *b)
     if (!b)
         return;
     batch_plan_destroy(&b->plan);
+    batch_deal_destroy(&b->deal);
     batch_media_destroy(&b->media);
     ith_free(b->subset);
     ith_free(b->lengths);
     ith_free(b->carry);
-    ith_free(b->step_docs);
-    ith_free(b->step_begin);
+    ith_free(b->now.docs);
+    ith_free(b->now.begin);
     ith_free(b->arrays.ids);
     ith_free(b->arrays.position_ids);
     ith_free(b->arrays.labels);
@@ -326,17 +382,15 @@ int64_t ith_batcher_total_steps(const ith_batcher *batcher)
     return batcher->total_steps;
 }
 
-/* Appends micro-batch j of the plan to the step; one this rank does not have is empty. */
-static void take_micro(ith_batcher *b, int64_t j)
+/* Appends the next micro-batch of the plan to the step. */
+static void take_micro(ith_batcher *b)
 {
-    int64_t used = b->step_begin[b->num_micro], n = 0;
-    if (j < b->plan.num_micro) {
-        const int64_t *docs = b->plan.order + b->plan.micro_begin[j];
-        n = b->plan.micro_begin[j + 1] - b->plan.micro_begin[j];
-        ITH_ASSERT(n <= b->limits.max_docs && used + n <= b->step_docs_cap);
-        memcpy(b->step_docs + used, docs, (size_t)n * 8);
-    }
-    b->step_begin[++b->num_micro] = used + n;
+    batch_list *now = &b->now;
+    int64_t j = b->cursor++, used = now->begin[now->num];
+    int64_t n = b->plan.micro_begin[j + 1] - b->plan.micro_begin[j];
+    ITH_ASSERT(n <= b->limits.max_docs && used + n <= b->max_now_docs);
+    memcpy(now->docs + used, b->plan.order + b->plan.micro_begin[j], (size_t)n * 8);
+    now->begin[++now->num] = used + n;
 }
 
 static void next_epoch(ith_batcher *b)
@@ -357,8 +411,8 @@ static void next_epoch(ith_batcher *b)
 
 static void sum_step(const ith_batcher *b, ith_batch_step *step)
 {
-    for (int64_t i = 0; i < b->step_begin[b->num_micro]; i++) {
-        ith_sample s = ith_samples_get(b->samples, entry_of(b, b->step_docs[i]));
+    for (int64_t i = 0; i < b->now.begin[b->now.num]; i++) {
+        ith_sample s = ith_samples_get(b->samples, entry_of(b, b->now.docs[i]));
         step->num_docs++;
         step->num_tokens += s.num_tokens;
         step->num_labels += s.num_labels;
@@ -369,22 +423,21 @@ static void sum_step(const ith_batcher *b, ith_batch_step *step)
 bool ith_batcher_next(ith_batcher *b, ith_batch_step *step)
 {
     const ith_batcher_options *o = &b->options;
-    b->num_micro = 0;
-    b->step_begin[0] = 0;
+    b->now.num = 0;
+    b->now.begin[0] = 0;
     if (o->num_epochs && b->epoch >= o->num_epochs)
         return false;
     ith_batch_step s = {.step = b->step, .epoch = b->epoch};
-    while (b->num_micro < o->grad_accum) {
-        if (o->carry_over) {
-            while (b->cursor >= b->plan.num_micro)
-                next_epoch(b);
-        } else if (b->cursor >= b->plan.num_common) {
+    while (b->now.num < micro_of_step(b)) {
+        while (o->carry_over && b->cursor >= b->plan.num_micro)
+            next_epoch(b);
+        if (b->cursor >= b->plan.num_micro)
             break;
-        }
-        take_micro(b, b->cursor++);
+        take_micro(b);
     }
-    s.epoch_end = !o->carry_over && b->cursor >= b->plan.num_common;
-    s.num_micro = b->num_micro;
+    s.epoch_end = !o->carry_over && b->cursor >= b->plan.num_micro;
+    batch_deal_step(&b->deal, &b->now);
+    s.num_micro = b->deal.group_rounds + b->deal.rank_rounds;
     sum_step(b, &s);
     b->step++;
     if (s.epoch_end) {
@@ -428,15 +481,31 @@ static ith_status put_document(ith_batcher *b, int64_t at, int64_t entry, ith_er
     return ITH_OK;
 }
 
+/* Micro-batch j of this rank: list and place in it. */
+static const batch_list *find_micro(const ith_batcher *b, int64_t j, int64_t *at)
+{
+    const ith_batcher_options *o = &b->options;
+    const batch_deal *d = &b->deal;
+    ITH_ASSERT(j >= 0 && j < d->group_rounds + d->rank_rounds && b->now.num > 0);
+    bool whole = j >= d->group_rounds;
+    *at = whole ? ((j - d->group_rounds) * o->dp_size + o->dp_rank) * o->cp_size + o->cp_rank
+                : j * o->dp_size + o->dp_rank;
+    const batch_list *list = whole ? &d->whole : &d->cut;
+    ITH_ASSERT(*at < list->num);
+    return list;
+}
+
 ith_status ith_batcher_fill(ith_batcher *b, int64_t j, ith_micro_batch *out, ith_error *err)
 {
-    ITH_ASSERT(j >= 0 && j < b->num_micro);
     ith_micro_batch *a = &b->arrays;
+    int64_t at = 0;
+    const batch_list *list = find_micro(b, j, &at);
+    a->whole = list == &b->deal.whole;
     a->num_tokens = a->num_docs = a->num_labels = 0;
     a->weight_sum = 0;
     a->cu_seqlens[0] = 0;
-    for (int64_t i = b->step_begin[j]; i < b->step_begin[j + 1]; i++) {
-        int64_t position = b->step_docs[i], n = b->lengths[position];
+    for (int64_t i = list->begin[at]; i < list->begin[at + 1]; i++) {
+        int64_t position = list->docs[i], n = b->lengths[position];
         ITH_ASSERT(a->num_tokens + n <= b->limits.max_tokens);
         ITH_TRY(put_document(b, a->num_tokens, entry_of(b, position), err));
         a->sample[a->num_docs++] = entry_of(b, position);
@@ -449,15 +518,14 @@ ith_status ith_batcher_fill(ith_batcher *b, int64_t j, ith_micro_batch *out, ith
     return ITH_OK;
 }
 
-/* What a state belongs to. Where the order of samples does not depend on the number of ranks, the
- * ranks may change: then only the samples of a whole step are named. */
+/* What a state belongs to. Ranks may change: only the samples of a whole step are named. */
 static void settings_text(const ith_batcher *b, char *out, size_t size)
 {
     const ith_batcher_options *o = &b->options;
     uint64_t subset = 0;
     for (int64_t i = 0; b->subset && i < b->count; i++)
         subset = ith_rng_u64(subset, 0, (uint64_t)b->subset[i]);
-    int64_t micro = o->grad_accum * o->dp_size;
+    int64_t micro = micro_of_step(b);
     int n = snprintf(out, size,
                      "strategy %d seed %" PRIu64 " shuffle %d carry %d samples %" PRId64
                      " subset %016" PRIx64,
@@ -468,8 +536,8 @@ static void settings_text(const ith_batcher *b, char *out, size_t size)
         snprintf(out + n, size - (size_t)n, " micro %" PRId64 " budget %" PRId64 " window %" PRId64,
                  micro, b->plan.options.budget, o->pack_window);
     else
-        snprintf(out + n, size - (size_t)n, " micro %" PRId64 " budget %" PRId64 " ranks %" PRId64,
-                 micro, b->plan.options.budget, o->dp_size);
+        snprintf(out + n, size - (size_t)n, " micro %" PRId64 " budget %" PRId64, micro,
+                 b->plan.options.budget);
 }
 
 ith_status ith_batcher_save(const ith_batcher *b, json_t **out, ith_error *err)
@@ -481,7 +549,7 @@ ith_status ith_batcher_save(const ith_batcher *b, json_t **out, ith_error *err)
     for (int64_t i = 0; i < b->num_carry; i++)
         failed |= json_array_append_new(carry, json_integer(b->carry[i])) != 0;
     /* Positions are counted in steps of the epoch: ranks and accumulation may change. */
-    int64_t position = b->options.carry_over ? b->cursor : b->cursor / b->options.grad_accum;
+    int64_t position = b->options.carry_over ? b->cursor : b->cursor / micro_of_step(b);
     json_t *state = json_object();
     failed |= json_object_set_new(state, "version", json_integer(STATE_VERSION)) != 0;
     failed |= json_object_set_new(state, "data", json_string(ith_samples_key(b->samples))) != 0;
@@ -553,7 +621,7 @@ ith_status ith_batcher_load(ith_batcher *b, const json_t *state, ith_error *err)
     for (int64_t i = 0; i < num_carry; i++)
         b->carry[i] = json_integer_value(json_array_get(carry, (size_t)i));
     b->num_carry = num_carry;
-    b->num_micro = 0;
+    b->now.num = 0;
     b->step = step;
     b->epoch = epoch;
     batch_plan_build(&b->plan, epoch, b->carry, num_carry);
@@ -562,8 +630,42 @@ ith_status ith_batcher_load(ith_batcher *b, const json_t *state, ith_error *err)
         return ith_fail(err, ITH_ERR_FORMAT,
                         "data position: position %" PRId64 " in an epoch of %" PRId64, position,
                         most);
-    b->cursor = b->options.carry_over ? position : position * b->options.grad_accum;
+    b->cursor = b->options.carry_over ? position : position * micro_of_step(b);
     return ITH_OK;
+}
+
+/* What a rank has to do for micro-batch j of the step. */
+static double work_of_micro(const ith_batcher *b, int64_t j)
+{
+    const batch_deal_options *o = &b->deal.options;
+    double sum = 0;
+    for (int64_t i = b->now.begin[j]; i < b->now.begin[j + 1]; i++) {
+        double n = b->lengths[b->now.docs[i]];
+        sum += (o->work.linear + o->work.exchange) * n + o->work.quadratic * n * n;
+    }
+    return sum / (double)o->cp_size + o->work.round;
+}
+
+/* Deals out the steps of the epoch that the plan holds. */
+static void report_work(ith_batcher *b, ith_batch_report *r)
+{
+    int64_t cursor = b->cursor, groups = b->options.dp_size;
+    for (b->cursor = 0; b->cursor < b->plan.num_micro;) {
+        b->now.num = b->now.begin[0] = 0;
+        while (b->now.num < micro_of_step(b) && b->cursor < b->plan.num_micro)
+            take_micro(b);
+        for (int64_t j = 0; j < b->now.num; j += groups) {
+            double most = 0;
+            for (int64_t g = j; g < ith_min_i64(j + groups, b->now.num); g++)
+                most = work_of_micro(b, g) > most ? work_of_micro(b, g) : most;
+            r->work_in_order += most;
+        }
+        batch_deal_step(&b->deal, &b->now);
+        r->work_dealt += b->deal.busiest;
+        r->work_even += b->deal.mean;
+    }
+    b->cursor = cursor;
+    b->now.num = 0;
 }
 
 ith_batch_report ith_batcher_report(ith_batcher *b)
@@ -588,6 +690,8 @@ ith_batch_report ith_batcher_report(ith_batcher *b)
         r.efficiency = (double)r.num_tokens / ((double)r.num_micro * (double)r.capacity);
     if (r.padded_tokens)
         r.pad_efficiency = (double)r.num_tokens / (double)r.padded_tokens;
+    if (r.num_micro)
+        report_work(b, &r);
     batch_plan_build(plan, b->epoch, b->carry, b->num_carry);
     return r;
 }

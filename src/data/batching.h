@@ -12,9 +12,10 @@
  * Whatever the grouping, a micro-batch is laid out packed: documents one after the other, no pad
  * tokens, borders in cu_seqlens, positions from 0 in each document, labels shifted per document.
  *
- * Order. The permutation of an epoch depends on (seed, epoch) alone; rank r of D takes every D-th
- * sample (packing: micro-batch) of it, starting with r. Every rank has the same number of steps
- * and of micro-batches in each; in the last step of an epoch some may be empty (num_tokens 0).
+ * Order. The permutation of an epoch depends on (seed, epoch) alone, and so do the micro-batches; a
+ * step is the next A * D of them, whatever D is. batch_deal.h deals them out to D groups of ranks
+ * so that all have about as much work. Every rank has as many micro-batches in a step; some may be
+ * empty (num_tokens 0).
  *
  * Ends. Without carry_over an epoch ends with a step of what is left: fewer micro-batches, or a
  * smaller one. Its gradient is right because weights are divided by the sum over the step, so
@@ -37,10 +38,20 @@
 extern "C" {
 #endif
 
+/* Time of a rank, in FLOPs, for a document of n tokens: linear n + quadratic n^2; cut over cp_size
+ * ranks, (that + exchange n) / cp_size. round: for each micro-batch besides. */
+typedef struct {
+    double linear, quadratic, exchange, round;
+} ith_batch_work;
+
 typedef struct {
     ith_batching strategy;
     int64_t micro_batch_size, cutoff_len, grad_accum;
-    int64_t dp_rank, dp_size; /* 0 of 1 for a single process */
+    int64_t dp_rank, dp_size; /* groups of ranks; 0 of 1 for a single process */
+    int64_t cp_rank, cp_size; /* ranks of a group; size 0: one */
+    ith_batch_work work;      /* all 0: by tokens */
+    bool keep_together;       /* a mean is taken over each micro-batch: its samples stay in it */
+    ith_cp_whole whole;       /* documents of a slice's tokens that stay on one rank */
     uint64_t seed;
     bool shuffle;
     bool carry_over;
@@ -72,6 +83,7 @@ typedef struct {
     float *weights;      /* [T] weight of the target of row t, 0 without one */
     int64_t *sample;     /* [num_docs] entry number */
     double weight_sum;   /* of weights */
+    bool whole;          /* of this rank alone; else its group shares it */
     int32_t *noisy;      /* [num_docs] diffusion (noise.h): first rows that are noisy; else NULL */
     /* media; mrope NULL: none of it */
     int32_t *mrope;        /* [3,T] positions of time, height, width */
@@ -81,20 +93,22 @@ typedef struct {
     int64_t num_grids;
 } ith_micro_batch;
 
-/* Most that one micro-batch, or one step, of this rank can hold, in any epoch. */
+/* Most that one micro-batch, or one step of a rank, can hold, in any epoch. */
 typedef struct {
     int64_t max_tokens, max_docs, max_labels; /* of a micro-batch */
     int64_t max_doc_tokens;                   /* of a document */
+    int64_t max_whole_tokens;                 /* of a micro-batch of one rank alone; 0: none */
     int64_t max_micro;                        /* micro-batches of a step */
     /* media of a micro-batch: items, patches, temporal patches, patches of one of these */
     int64_t max_grids, max_patches, max_segments, max_segment_patches;
 } ith_batch_limits;
 
-/* One optimizer step. Sums are over the micro-batches of this rank: add them over the ranks. */
+/* One optimizer step. Sums are over all micro-batches of all ranks. */
 typedef struct {
-    int64_t step;  /* from 0, over the whole run */
-    int64_t epoch; /* from 0, in which the step began */
-    int64_t num_micro, num_docs, num_tokens, num_labels;
+    int64_t step;      /* from 0, over the whole run */
+    int64_t epoch;     /* from 0, in which the step began */
+    int64_t num_micro; /* of each rank */
+    int64_t num_docs, num_tokens, num_labels;
     double weight_sum; /* C of the one gradient rule */
     bool epoch_end;    /* the last step of its epoch */
 } ith_batch_step;
@@ -133,8 +147,11 @@ typedef struct {
     double efficiency;     /* num_tokens / (num_micro * capacity) */
     double pad_efficiency; /* num_tokens / padded_tokens */
     int64_t sum_squares;   /* of document lengths: attention work */
+    /* work of the busiest rank, summed over rounds: with micro-batches as they come, every document
+     * cut over its group, and as they are dealt; of each rank, if it were even */
+    double work_in_order, work_dealt, work_even;
 } ith_batch_report;
-/* Of the micro-batches that this rank has in epoch 0. The position stays. */
+/* Of epoch 0. The position stays; the step that was current is not any more. */
 ith_batch_report ith_batcher_report(ith_batcher *batcher);
 
 #ifdef __cplusplus

@@ -24,6 +24,7 @@ ith_samples_options ith_samples_options_from(const ith_config *config, bool eval
 {
     return (ith_samples_options){.path = eval ? config->eval_dataset : config->train_dataset,
                                  .all_turns = config->train_on == ITH_TRAIN_ON_ALL_TURNS,
+                                 .split_long = config->split_long,
                                  .cutoff_len = config->cutoff_len,
                                  .seed = (uint64_t)config->seed,
                                  .cache_dir = config->data_cache_dir,

@@ -671,18 +671,24 @@ ith_status ith_model_place_cache(ith_model *model, ith_ctx *ctx, int64_t batch, 
 ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int64_t num_docs,
                           int64_t labelled)
 {
-    const ith_hf_config *c = model->config;
-    double tokens = num_docs ? cu_seqlens[num_docs] : 0, pairs = 0, weights = 0, mlp = 0;
+    double tokens = num_docs ? cu_seqlens[num_docs] : 0, pairs = 0;
     for (int64_t i = 0; i < num_docs; i++) {
         double len = cu_seqlens[i + 1] - cu_seqlens[i];
         pairs += len * len / 2.0;
     }
+    return ith_config_flops(model->config, tokens, pairs, (double)labelled);
+}
+
+ith_flops ith_config_flops(const ith_hf_config *c, double tokens, double pairs, double labelled)
+{
+    double weights = 0, mlp = 0;
     double d = (double)c->hidden_size, q = (double)(c->num_attention_heads * c->head_dim);
     double kv = (double)(c->num_key_value_heads * c->head_dim),
            layers = (double)c->num_hidden_layers;
     double vd = (double)(c->linear_num_value_heads * c->linear_value_head_dim), recurrence = 0;
     double kd = (double)(c->linear_num_key_heads * c->linear_key_head_dim);
-    bool gated = model->family == &ith_family_qwen3_5; /* a gate beside every query */
+    /* a gate beside every query */
+    bool gated = c->family == ITH_FAMILY_QWEN3_5 || c->family == ITH_FAMILY_QWEN3_5_MOE;
     for (int64_t l = 0; l < c->num_hidden_layers; l++) {
         if (c->layer_is_linear[l]) {
             weights += d * (2 * kd + 3 * vd + 2 * (double)c->linear_num_value_heads) +
@@ -702,7 +708,7 @@ ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int
         weights += mlp;
     }
     ith_flops f = {6 * weights * tokens, 3 * 4 * pairs * q * layers + 3 * recurrence,
-                   6 * d * (double)c->vocab_size * (double)labelled, 0, 6 * (q * d + mlp)};
+                   6 * d * (double)c->vocab_size * labelled, 0, 6 * (q * d + mlp)};
     f.total = f.linear + f.attention + f.head;
     return f;
 }

@@ -377,5 +377,8 @@ typedef struct {
 } ith_flops;
 ith_flops ith_model_flops(const ith_model *model, const int32_t *cu_seqlens, int64_t num_docs,
                           int64_t labelled);
+/* pairs: of a query with a key that it sees. */
+ith_flops ith_config_flops(const ith_hf_config *config, double tokens, double pairs,
+                           double labelled);
 
 #endif

@@ -157,6 +157,18 @@ void ith_mesh_set_ulysses(ith_mesh *mesh, int64_t ulysses_size, bool in_order)
     mesh->in_order = in_order;
 }
 
+ith_mesh ith_mesh_alone(const ith_mesh *mesh)
+{
+    ith_mesh m = *mesh;
+    m.dp_rank = mesh->dp_rank * mesh->cp_size + mesh->cp_rank;
+    m.dp_size = mesh->world_size;
+    m.dp = mesh->world;
+    m.cp_rank = 0;
+    m.cp_size = m.ulysses_size = 1;
+    m.cp = m.device_cp = NULL;
+    return m;
+}
+
 void ith_ring_stretches(const ith_mesh *mesh, int64_t n, int64_t r, ith_stretch out[2])
 {
     int64_t size = ith_ring_size(mesh), at = 0;

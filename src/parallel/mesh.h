@@ -56,6 +56,9 @@ ith_status ith_mesh_agree(const ith_mesh *mesh, ith_status status, ith_error *er
 /* The largest of all ranks; in an imagined mesh, or without one, x itself. */
 ith_status ith_mesh_max(const ith_mesh *mesh, int64_t *x, ith_error *err);
 
+/* The same ranks, each with micro-batches of its own: sequences are not shared. A view. */
+ith_mesh ith_mesh_alone(const ith_mesh *mesh);
+
 static inline int64_t ith_cp_size(const ith_mesh *mesh)
 {
     return mesh ? mesh->cp_size : 1;

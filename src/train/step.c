@@ -252,6 +252,33 @@ typedef struct {
     int64_t all, attention, input, normed;
 } keep_counts;
 
+/* What the next micro-batch is: shared by the cp group, or this rank's alone. */
+static void set_whole(ith_step *s, bool whole)
+{
+    ith_model *m = s->model;
+    m->mesh = whole ? &s->alone : s->config.mesh;
+    m->passes_states = s->passes_states && !whole;
+    if (m->mesh) {
+        m->linear_mesh = *m->mesh;
+        ith_mesh_set_ulysses(&m->linear_mesh, m->mesh->cp_size, false);
+    }
+}
+
+/* The largest micro-batch of one rank alone, where there are such. */
+static ith_status count_whole(ith_step *s)
+{
+    const ith_step_config *c = &s->config;
+    int64_t tokens = c->max_whole_tokens;
+    if (tokens == 0)
+        return ITH_OK;
+    set_whole(s, true);
+    bind_batch(s, tokens, tokens, c->max_docs, ith_min_i64(tokens, slice_labels(c)),
+               ith_min_i64(tokens, c->max_doc_tokens), NULL);
+    ith_status status = walk_micro(s, c->training);
+    set_whole(s, false);
+    return status;
+}
+
 /* Counts a whole step. */
 static ith_status count_step(ith_step *s, keep_counts n)
 {
@@ -277,6 +304,7 @@ static ith_status count_step(ith_step *s, keep_counts n)
         ITH_TRY(update(s, (ith_adamw_hyper){.step = 1}));
     if (c->training && c->evaluates) /* with all kept it wants other workspace than training */
         ITH_TRY(walk_micro(s, false));
+    ITH_TRY(count_whole(s)); /* binds another batch */
     for (int i = 0; i < ITH_MEM_CLASSES; i++)
         ith_plan_release(ctx->plan, (ith_mem_class)i, 0);
     s->layers_keep_all = n.all;
@@ -363,6 +391,7 @@ static ith_status bytes_for_tokens(ith_step *s, int64_t tokens, ith_keep keep, i
     ith_step_config *c = &s->config;
     c->max_tokens = c->max_labels = c->max_doc_tokens = tokens;
     c->max_docs = 1;
+    c->max_whole_tokens = 0;
     s->model->max_positions = tokens;
     return bytes_of(s, all_layers(keep, s->model->config->num_hidden_layers), out);
 }
@@ -418,8 +447,11 @@ static ith_status plan_step(ith_step *s, bool plan_only)
     return plan_only || total <= limit ? ITH_OK : refuse_too_large(s, limit);
 }
 
-/* A CPU rank computes some 16 FLOP of the rule while it sends a byte to another of its machine, a
- * GPU some 400 over NVLink. */
+double ith_flop_per_byte(const ith_device *device)
+{
+    return device == ith_device_cpu() ? 16 : 400; /* a GPU over NVLink */
+}
+
 static bool passes_states(const ith_step *s)
 {
     const ith_hf_config *c = s->model->config;
@@ -437,7 +469,7 @@ static bool passes_states(const ith_step *s)
                               .value_dim = c->linear_value_head_dim,
                               .element_bytes = ith_dtype_bytes(s->model->dtype)};
     return s->config.linear_cp == ITH_LINEAR_STATES ||
-           ith_delta_scan_pays(cp, &shape, s->ctx->device == ith_device_cpu() ? 16 : 400);
+           ith_delta_scan_pays(cp, &shape, ith_flop_per_byte(s->ctx->device));
 }
 
 static ith_status cut_model(ith_step *s)
@@ -496,16 +528,15 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
     s->model = model;
     s->ctx = ctx;
     s->config = *config;
-    model->mesh = config->mesh;
-    if (config->mesh) {
-        model->linear_mesh = *config->mesh;
-        ith_mesh_set_ulysses(&model->linear_mesh, config->mesh->cp_size, false);
-    }
+    if (config->mesh)
+        s->alone = ith_mesh_alone(config->mesh);
+    set_whole(s, false);
     model->mlp_tile = MLP_TILE_ROWS;
     if (s->config.chunk_rows <= 0)
         s->config.chunk_rows = DEFAULT_CHUNK_ROWS;
     s->config.chunk_rows = ith_min_i64(s->config.chunk_rows, ith_max_i64(config->max_labels, 1));
-    model->passes_states = passes_states(s);
+    model->passes_states = s->passes_states = passes_states(s);
+    ITH_ASSERT(config->max_whole_tokens <= slice_tokens(&s->config));
     ITH_TRY_OUT(ith_mesh_agree(config->mesh, cut_model(s), ctx->err));
     ITH_TRY_OUT(plan_step(s, plan_only));
     if (!plan_only) {
@@ -569,10 +600,12 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
 {
     ith_device *d = s->ctx->device;
     ith_error *err = s->ctx->err;
-    ITH_ASSERT(b->num_tokens <= s->config.max_tokens && b->num_docs <= s->config.max_docs);
+    ITH_ASSERT(b->num_tokens <= (b->whole ? s->config.max_whole_tokens : s->config.max_tokens) &&
+               b->num_docs <= s->config.max_docs);
     ITH_TRY(d->sync(d, err)); /* the staging buffers of the micro-batch before */
     ith_stretch own[2];
-    ith_cp_stretches(s->config.mesh, b->num_tokens, own);
+    set_whole(s, b->whole);
+    ith_cp_stretches(s->model->mesh, b->num_tokens, own);
     int64_t tokens = own[0].count + own[1].count, max_len = 0;
     int64_t rows = stage_rows(s, b, own[0], 0, 0, weight_sum);
     rows = stage_rows(s, b, own[1], own[0].count, rows, weight_sum);
@@ -589,7 +622,7 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
                 d->upload(d, s->group_position_ids.data, b->position_ids, b->num_tokens * 4, err));
     }
     if (s->model->passes_states) {
-        ith_slice_docs_find(s->config.mesh, s->model->config->linear_conv_kernel_dim, b->cu_seqlens,
+        ith_slice_docs_find(s->model->mesh, s->model->config->linear_conv_kernel_dim, b->cu_seqlens,
                             b->num_docs, s->host_slice_lists, s->slice_lists, &s->batch.slice);
         ITH_TRY(d->upload(d, s->slice_lists.data, s->host_slice_lists,
                           ith_slice_list_size(b->num_docs) * 4, err));
@@ -620,6 +653,7 @@ ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch)
 ith_status ith_step_reduce(ith_step *step)
 {
     const ith_mesh *mesh = step->config.mesh;
+    set_whole(step, false);
     step->reduced = true;
     ITH_TRY(ith_blanks_close(step->ctx));
     step->ctx->blanks = NULL;

@@ -26,6 +26,7 @@ typedef struct {
     int zero_stage;       /* 1: optimizer cut among the ranks; 2: gradients too; 3: weights too */
     /* of a micro-batch; under context parallelism of the whole one, which the group shares */
     int64_t max_tokens, max_docs, max_labels, max_doc_tokens;
+    int64_t max_whole_tokens; /* of a micro-batch of one rank alone, at most a slice; 0: none */
     ith_vision_limits vision; /* of a model with a tower */
     int64_t chunk_rows;       /* rows of logits at a time; 0: chosen */
     bool training;            /* false: evaluation only, no gradients, no optimizer */
@@ -58,6 +59,8 @@ typedef struct ith_step {
     ith_step_config config;
     /* what the plan chose, from the last layer down; the rest keeps its input on the host */
     int64_t layers_keep_all, layers_keep_attention, layers_keep_input;
+    ith_mesh alone;     /* of micro-batches of one rank */
+    bool passes_states; /* the model does, where ranks share a sequence */
     ith_shard shard;
     ith_blanks blanks; /* parameters; none where gradients are cut among the ranks */
     /* flat optimizer buffers, whole or (zero_stage > 0) this rank's shard; master absent for f32
@@ -80,6 +83,9 @@ typedef struct ith_step {
     bool reduced;      /* gradients and sums of it are those of all ranks */
 } ith_step;
 
+/* FLOPs that a rank computes while it sends a byte to another one of its machine. */
+double ith_flop_per_byte(const ith_device *device);
+
 /* Plans (ctx->plan must be counting), commits, places. After it the ctx allocates nothing. With
  * plan_only it stops before the commit: for the memory table. */
 ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
@@ -90,7 +96,8 @@ ith_status ith_step_longest(const ith_step *step, int64_t limit, ith_keep keep, 
 void ith_step_destroy(ith_step *step);
 
 /* Many ranks: all of them call the functions below in the same order; the ranks of a cp group with
- * the same micro-batch, of which each works on its slice. An empty micro-batch is legal.
+ * the same micro-batch, of which each works on its slice, or all ranks of the job with whole ones
+ * (ith_micro_batch), each its own. An empty micro-batch is legal.
  * weight_sum: C over all micro-batches of the optimizer step (all ranks). */
 void ith_step_begin(ith_step *step, double weight_sum);
 /* Forward, loss, backward of one micro-batch; gradients are added. */

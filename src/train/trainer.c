@@ -106,9 +106,9 @@ static ith_status log_step(run *r, const ith_step_stats *stats, double lr)
     return !r->report ? ITH_OK : ith_run_report_add(r->report, &row, r->t->session.ctx.err);
 }
 
-/* What ranks of different batches add up. */
+/* What ranks add up. */
 typedef struct {
-    double weight_sum, docs, tokens, labels, flops, loss;
+    double weight_sum, tokens, labels, flops, loss;
 } totals;
 
 static ith_status sum_over(ith_comm *comm, totals *s, ith_error *err)
@@ -123,6 +123,20 @@ static ith_status alone(ith_trainer *t, ith_status status)
 {
     t->alone |= status != ITH_OK && t->mesh;
     return status;
+}
+
+/* Counts a micro-batch, on one rank of those that share it. */
+static void count_batch(const run *r, const ith_micro_batch *b, totals *mine)
+{
+    const ith_trainer *t = r->t;
+    if (!b->whole && t->mesh && t->mesh->cp_rank > 0)
+        return;
+    mine->weight_sum += b->weight_sum;
+    mine->tokens += (double)b->num_tokens;
+    mine->labels += (double)b->num_labels;
+    mine->flops += t->noiser
+                       ? ith_diffusion_flops(t->model, &t->noise, b)
+                       : ith_model_flops(t->model, b->cu_seqlens, b->num_docs, b->num_labels).total;
 }
 
 /* A pretrained model does better than chance: weights that were not found would not. */
@@ -171,7 +185,7 @@ static ith_status noisy_weight(run *r, const ith_batch_step *bs, double *out, it
     return ITH_OK;
 }
 
-/* This rank's part of C. Noise decides what is trained, so a diffusion model's is counted first. */
+/* C. Noise decides what is trained, so a diffusion model's is counted first. */
 static ith_status weight_of_step(run *r, const ith_batch_step *bs, double *out, ith_error *err)
 {
     ith_trainer *t = r->t;
@@ -182,7 +196,10 @@ static ith_status weight_of_step(run *r, const ith_batch_step *bs, double *out, 
     if (t->mesh)
         ITH_TRY(alone(
             t, ith_comm_all_reduce(t->mesh->dp, &r->num_micro, 1, ITH_I64, ITH_REDUCE_SUM, err)));
-    return ith_trainer_agree(t, noisy_weight(r, bs, out, err), err);
+    ITH_TRY(ith_trainer_agree(t, noisy_weight(r, bs, out, err), err));
+    return !t->mesh
+               ? ITH_OK
+               : alone(t, ith_comm_all_reduce(t->mesh->dp, out, 1, ITH_F64, ITH_REDUCE_SUM, err));
 }
 
 static ith_status micro_batches(run *r, const ith_batch_step *bs, totals *mine, ith_error *err)
@@ -192,11 +209,7 @@ static ith_status micro_batches(run *r, const ith_batch_step *bs, totals *mine, 
         ith_micro_batch b;
         ITH_TRY(ith_trainer_agree(t, fill_micro(r, bs, j, &b, err), err));
         ITH_TRY(alone(t, ith_step_micro(t->step, &b)));
-        mine->tokens += (double)b.num_tokens;
-        mine->labels += (double)b.num_labels;
-        mine->flops +=
-            t->noiser ? ith_diffusion_flops(t->model, &t->noise, &b)
-                      : ith_model_flops(t->model, b.cu_seqlens, b.num_docs, b.num_labels).total;
+        count_batch(r, &b, mine);
     }
     return ITH_OK;
 }
@@ -207,21 +220,19 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
     ith_trainer *t = r->t;
     const ith_config *c = t->config;
     ith_unlogged *u = &r->at.unlogged;
-    totals begin = {.weight_sum = bs->weight_sum, .docs = (double)bs->num_docs}, done = {0};
-    double t0 = now_s(),
+    totals done = {0};
+    double weight_sum = 0, t0 = now_s(),
            lr = ith_schedule_rate(&c->lr_scheduler, c->learning_rate, r->at.step, t->total_steps);
-    ITH_TRY(weight_of_step(r, bs, &begin.weight_sum, err));
-    if (t->mesh)
-        ITH_TRY(alone(t, sum_over(t->mesh->dp, &begin, err)));
-    if (t->noiser && begin.weight_sum <= 0)
+    ITH_TRY(weight_of_step(r, bs, &weight_sum, err));
+    if (t->noiser && weight_sum <= 0)
         ith_trainer_say(r->hooks, "step %lld: no token is masked, nothing to learn in it",
                         (long long)r->at.step + 1);
     if (t->noiser && t->noise.per_micro_batch) /* the batches' weights are means already */
-        begin.weight_sum = 1;
-    ith_step_begin(t->step, begin.weight_sum);
+        weight_sum = 1;
+    ith_step_begin(t->step, weight_sum);
     ITH_TRY(micro_batches(r, bs, &done, err));
     if (t->mesh)
-        ITH_TRY(alone(t, sum_over(t->mesh->dp, &done, err)));
+        ITH_TRY(alone(t, sum_over(t->mesh->world, &done, err)));
     u->tokens += (int64_t)done.tokens;
     u->labels += (int64_t)done.labels;
     u->flops += done.flops;
@@ -239,7 +250,7 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
     u->steps++;
     u->loss_sum += stats.loss;
     r->at.step++;
-    r->at.samples += (int64_t)begin.docs;
+    r->at.samples += bs->num_docs;
     double in_epoch =
         t->steps_per_epoch > 0 ? fmod((double)(r->at.step - 1), (double)t->steps_per_epoch) + 1 : 0;
     r->at.epoch = bs->epoch_end
@@ -267,7 +278,7 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
 static ith_status evaluate(run *r, ith_error *err)
 {
     ith_trainer *t = r->t;
-    double noisy_weight = 0, t0 = now_s();
+    double t0 = now_s();
     totals sum = {0};
     ith_batch_step bs;
     ITH_TRY(ith_batcher_load(t->eval_batcher, t->eval_start, err));
@@ -278,21 +289,13 @@ static ith_status evaluate(run *r, ith_error *err)
             if (t->noiser) { /* the same masks in every evaluation */
                 ith_micro_batch clean = b;
                 ith_noiser_apply(t->noiser, t->eval_samples, &clean, ITH_EVAL_EPOCH_NOISE, 1, &b);
-                noisy_weight += b.weight_sum;
             }
             ITH_TRY(alone(t, ith_step_eval(t->step, &b, &sum.loss)));
-            sum.tokens += (double)b.num_tokens;
-            sum.labels += (double)b.num_labels;
+            count_batch(r, &b, &sum);
         }
-        sum.weight_sum += bs.weight_sum;
     }
-    if (t->noiser)
-        sum.weight_sum = noisy_weight;
-    if (t->mesh) { /* every rank has the loss of its rows, every cp group the same batches */
-        ITH_TRY(
-            alone(t, ith_comm_all_reduce(t->mesh->cp, &sum.loss, 1, ITH_F64, ITH_REDUCE_SUM, err)));
-        ITH_TRY(alone(t, sum_over(t->mesh->dp, &sum, err)));
-    }
+    if (t->mesh)
+        ITH_TRY(alone(t, sum_over(t->mesh->world, &sum, err)));
     double mean = sum.weight_sum > 0 ? sum.loss / sum.weight_sum : (double)NAN;
     ith_report_row row = row_now(r, mean, 0, 0);
     row.is_eval = true;

@@ -122,11 +122,56 @@ static ith_status open_media(ith_trainer *t, ith_error *err)
     return ITH_OK;
 }
 
-/* A cp group reads and encodes each image once. */
-static void share_media(const ith_trainer *t, ith_batcher_options *o)
+/* A cp group shares micro-batches, and reads and encodes each image once. */
+static void share_ranks(const ith_trainer *t, ith_batcher_options *o)
 {
+    o->cp_rank = t->mesh ? t->mesh->cp_rank : 0;
+    o->cp_size = ith_cp_size(t->mesh);
     o->media_rank = t->mesh ? t->mesh->cp_rank : 0;
     o->media_ranks = ith_cp_size(t->mesh);
+}
+
+/* Of the load balancing loss; 0: none. */
+static double aux_coef(const ith_trainer *t)
+{
+    if (ith_config_is_set(t->config, "router_aux_loss_coef"))
+        return t->config->router_aux_loss_coef;
+    return t->hf.output_router_logits ? t->hf.router_aux_loss_coef : 0;
+}
+
+static bool has_media(const ith_samples *samples)
+{
+    return samples && ith_samples_num_media(samples) > 0;
+}
+
+static bool is_mean_of_micro_batches(const ith_trainer *t)
+{
+    return ith_is_diffusion(t->config, &t->hf) &&
+           t->config->diffusion.normalizer == ITH_NORM_MICRO_BATCH;
+}
+
+/* Why every document is cut over its group; NULL: it need not be. */
+static const char *why_all_are_cut(const ith_trainer *t)
+{
+    return t->layout.cp_size == 1 ? "one rank has every document whole"
+           : has_media(t->samples) || has_media(t->eval_samples)
+               ? "images are encoded once for a group of ranks"
+           : ith_is_diffusion(t->config, &t->hf) ? "noise makes documents longer"
+           : aux_coef(t) > 0 ? "the load balancing loss is a mean over what a group has together"
+                             : NULL;
+}
+
+static ith_cp_whole whole_documents(const ith_trainer *t)
+{
+    return why_all_are_cut(t) ? ITH_CP_WHOLE_NEVER : t->config->cp_whole_documents;
+}
+
+static ith_status check_whole(const ith_trainer *t, ith_error *err)
+{
+    const char *why = why_all_are_cut(t);
+    if (why && t->config->cp_whole_documents == ITH_CP_WHOLE_ALWAYS)
+        return ith_config_fail(t->config, "cp_whole_documents", err, "always: %s (use auto)", why);
+    return ITH_OK;
 }
 
 static ith_status open_data(ith_trainer *t, ith_error *err)
@@ -153,24 +198,29 @@ static ith_status open_data(ith_trainer *t, ith_error *err)
                                   &t->train_subset, &num_train, &t->eval_subset, &num_eval, err));
         t->eval_samples = t->samples;
     }
+    ITH_TRY(check_whole(t, err));
     ITH_TRY(check_ids(t, t->samples, c->train_dataset, err));
     if (t->eval_samples && t->eval_samples != t->samples)
         ITH_TRY(check_ids(t, t->eval_samples, c->eval_dataset, err));
     int64_t dp_rank = t->mesh ? t->mesh->dp_rank : 0;
     ith_batcher_options b = ith_batcher_options_from(c, &t->layout, dp_rank);
+    b.work = ith_trainer_batch_work(t);
+    b.whole = whole_documents(t);
+    b.keep_together = aux_coef(t) > 0 || is_mean_of_micro_batches(t);
     b.subset = t->train_subset;
     b.num_subset = num_train;
     b.media = t->media;
     b.pool = pool;
-    share_media(t, &b);
+    share_ranks(t, &b);
     ITH_TRY(ith_batcher_create(&t->batcher, t->samples, &b, err));
     if (t->eval_samples) {
         b = ith_batcher_eval_options(c, &t->layout, dp_rank);
+        b.work = ith_trainer_batch_work(t);
         b.subset = t->eval_subset;
         b.num_subset = num_eval;
         b.media = t->media;
         b.pool = pool;
-        share_media(t, &b);
+        share_ranks(t, &b);
         ITH_TRY(ith_batcher_create(&t->eval_batcher, t->eval_samples, &b, err));
         ITH_TRY(ith_batcher_save(t->eval_batcher, &t->eval_start, err));
     }
@@ -192,6 +242,7 @@ static ith_batch_limits clean_limits(const ith_trainer *t)
                               .max_docs = ith_max_i64(a.max_docs, e.max_docs),
                               .max_labels = ith_max_i64(a.max_labels, e.max_labels),
                               .max_doc_tokens = ith_max_i64(a.max_doc_tokens, e.max_doc_tokens),
+                              .max_whole_tokens = a.max_whole_tokens,
                               .max_micro = ith_max_i64(a.max_micro, e.max_micro),
                               .max_patches = ith_max_i64(a.max_patches, e.max_patches),
                               .max_segments = ith_max_i64(a.max_segments, e.max_segments),
@@ -242,6 +293,7 @@ static ith_step_config step_config(const ith_trainer *t, ith_batch_limits limits
         .max_docs = limits.max_docs,
         .max_labels = limits.max_labels,
         .max_doc_tokens = limits.max_doc_tokens,
+        .max_whole_tokens = limits.max_whole_tokens,
         .vision = {limits.max_patches, limits.max_segments, limits.max_segment_patches},
         .block = t->noiser && t->noise.blocks ? t->noise.block_size : 0,
         .noisy = t->noiser && t->noise.blocks,
@@ -295,10 +347,7 @@ static ith_status open_step(ith_trainer *t, ith_batch_limits batch, bool plan_on
          i++) /* data-parallel ranks have different batches, and one plan */
         ITH_TRY(ith_mesh_max(t->mesh, limits[i], err));
     ITH_TRY(ith_trainer_agree(t, create_model(t, &s, dtype, err), err));
-    t->model->aux_coef = (float)(ith_config_is_set(t->config, "router_aux_loss_coef")
-                                     ? t->config->router_aux_loss_coef
-                                 : t->hf.output_router_logits ? t->hf.router_aux_loss_coef
-                                                              : 0.0);
+    t->model->aux_coef = (float)aux_coef(t);
     t->session.ctx.deterministic = t->config->full_determinism;
     return ith_step_create(&t->step, t->model, &t->session.ctx, &s, plan_only);
 }
@@ -484,6 +533,16 @@ static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
         (long long)t->layout.grad_accum);
 }
 
+static void say_whole(const ith_trainer *t, const ith_trainer_hooks *hooks)
+{
+    int64_t tokens = t->step->config.max_whole_tokens;
+    if (tokens)
+        ith_trainer_say(
+            hooks, "documents of up to %lld tokens stay whole on one rank%s", (long long)tokens,
+            t->config->cp_whole_documents == ITH_CP_WHOLE_AUTO ? " where that makes a step shorter"
+                                                               : "");
+}
+
 /* Rank 0 first: it fills the caches on disk that the others then read. */
 static ith_status open_data_in_turn(ith_trainer *t, ith_error *err)
 {
@@ -530,6 +589,7 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
     ITH_TRY_OUT(ith_trainer_agree(t, open_noise(t, hooks, err), err));
     ith_batch_limits limits = t->noiser ? ith_noiser_limits(t->noiser) : clean_limits(t);
     ITH_TRY_OUT(ith_trainer_agree(t, open_step(t, limits, plan_only, err), err));
+    say_whole(t, hooks);
     bool shares = t->layout.cp_size > 1 && t->hf.linear_num_value_heads > 0;
     if (!shares && ith_config_is_set(config, "linear_cp_mode"))
         ith_trainer_say(hooks, "linear_cp_mode: no effect, %s",

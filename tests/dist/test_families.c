@@ -239,9 +239,13 @@ static void noisy_document(batch *x, ith_noiser *noiser, int64_t doc)
     end_doc(x);
 }
 
-/* The documents of dp_rank. */
-static void make_batch(batch *x, const struct family *f, const ith_hf_config *config,
-                       int64_t dp_rank, int64_t dp_size)
+/* Which documents: every size-th, of these lengths; at_most 0: of any. */
+typedef struct {
+    int64_t rank, size, longer_than, at_most;
+} share;
+
+/* The documents of a share. */
+static void make_batch(batch *x, const struct family *f, const ith_hf_config *config, share part)
 {
     bool mine[MAX_DOCS];
     ith_noiser *noiser = NULL;
@@ -254,7 +258,9 @@ static void make_batch(batch *x, const struct family *f, const ith_hf_config *co
     assert_ok(ith_noiser_create(&noiser, &o, &limits, &err), err);
     begin(x);
     for (int64_t doc = 0; doc < docs->count; doc++) {
-        mine[doc] = doc % dp_size == dp_rank && (!f->few || docs->lengths[doc] <= 3);
+        mine[doc] = doc % part.size == part.rank && (!f->few || docs->lengths[doc] <= 3) &&
+                    docs->lengths[doc] > part.longer_than &&
+                    (part.at_most == 0 || docs->lengths[doc] <= part.at_most);
         if (mine[doc] && f->diffusion)
             noisy_document(x, noiser, doc);
         else if (mine[doc])
@@ -276,6 +282,7 @@ typedef struct {
     int zero, keep;
     ith_linear_cp linear_cp;
     ith_dtype dtype; /* 0 is f32 */
+    int64_t whole;   /* documents of so many tokens are computed by one rank; 0: none */
 } layout;
 
 typedef struct {
@@ -360,6 +367,7 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, layou
     ith_step_config c = {.mesh = mesh,
                          .zero_stage = l.zero,
                          .max_tokens = MAX_TOKENS,
+                         .max_whole_tokens = l.whole ? MAX_TOKENS / l.cp : 0,
                          .max_docs = MAX_DOCS,
                          .max_labels = MAX_TOKENS,
                          .max_doc_tokens = 128,
@@ -389,14 +397,20 @@ static void close_run(run *r)
 }
 
 /* One step: gradients are kept before the update, with an eps that makes it smooth. */
-static void make_step(run *r, const struct family *f, int64_t dp_rank, int64_t dp_size)
+static void make_step(run *r, const struct family *f, const ith_mesh *mesh, layout l)
 {
     static batch x, all;
     ith_step_stats stats;
-    make_batch(&all, f, &r->config, 0, 1);
-    make_batch(&x, f, &r->config, dp_rank, dp_size);
+    share part = {mesh ? mesh->dp_rank : 0, mesh ? mesh->dp_size : 1, l.whole, 0};
+    make_batch(&all, f, &r->config, (share){0, 1, 0, 0});
+    make_batch(&x, f, &r->config, part);
     ith_step_begin(r->step, all.b.weight_sum);
     assert_ok(ith_step_micro(r->step, &x.b), err);
+    if (l.whole) {
+        make_batch(&x, f, &r->config, (share){world->rank, world->size, 0, l.whole});
+        x.b.whole = true;
+        assert_ok(ith_step_micro(r->step, &x.b), err);
+    }
     assert_ok(ith_step_reduce(r->step), err);
     r->n = r->model->num_elements;
     r->grad = whole(r, r->model->grad);
@@ -459,16 +473,17 @@ static void run_layout(const struct family *f, const run *alone, layout l)
     run r, again;
     snprintf(what, sizeof what,
              "%s, documents %d, %lld ranks, cp %lld, ulysses %lld, ep %lld, zero %d, keep %d, "
-             "linear %d",
+             "linear %d, whole %lld",
              f->name, (int)(docs - sets), (long long)world->size, (long long)l.cp,
-             (long long)l.ulysses, (long long)l.ep, l.zero, l.keep, (int)l.linear_cp);
+             (long long)l.ulysses, (long long)l.ep, l.zero, l.keep, (int)l.linear_cp,
+             (long long)l.whole);
     open_mesh(&mesh, alone, l);
     open_run(&r, f, &mesh, l);
-    make_step(&r, f, mesh.dp_rank, mesh.dp_size);
+    make_step(&r, f, &mesh, l);
     compare(&r, alone, what);
     if (thorough) {
         open_run(&again, f, &mesh, l);
-        make_step(&again, f, mesh.dp_rank, mesh.dp_size);
+        make_step(&again, f, &mesh, l);
         if (memcmp(&again.loss, &r.loss, sizeof r.loss) != 0 ||
             memcmp(again.grad, r.grad, (size_t)r.n * 4) != 0 ||
             (r.w && memcmp(again.w, r.w, (size_t)r.n * 4) != 0))
@@ -481,8 +496,9 @@ static void run_layout(const struct family *f, const run *alone, layout l)
 
 static void open_alone(run *r, const struct family *f, ith_dtype dtype)
 {
-    open_run(r, f, NULL, (layout){.cp = 1, .ulysses = 1, .keep = ITH_KEEP_ALL, .dtype = dtype});
-    make_step(r, f, 0, 1);
+    layout one = {.cp = 1, .ulysses = 1, .keep = ITH_KEEP_ALL, .dtype = dtype};
+    open_run(r, f, NULL, one);
+    make_step(r, f, NULL, one);
 }
 
 /* As few rings as there can be. */
@@ -511,7 +527,7 @@ static void test_shared_experts_are_as_one_rank(void **state)
                     run_layout(&families[i], &alone,
                                (layout){ep, world->size % 2 == 0 && cp == 1, cp,
                                         most_heads(&alone.config, cp), 3, keep++ % 3,
-                                        ITH_LINEAR_AUTO, ITH_F32});
+                                        ITH_LINEAR_AUTO, ITH_F32, 0});
         close_run(&alone);
     }
 }
@@ -541,7 +557,7 @@ static void test_borders_and_bf16(void **state)
                     for (int64_t k = 0; k < 2; k++)
                         run_layout(f, &alone,
                                    (layout){0, false, cp, k ? 1 : u, zero++ % 4, ITH_KEEP_ATTENTION,
-                                            ITH_LINEAR_AUTO, alone.model->dtype});
+                                            ITH_LINEAR_AUTO, alone.model->dtype, 0});
                 close_run(&alone);
             }
     docs = &sets[0];
@@ -569,7 +585,7 @@ static void run_every_layout(const struct family *f, const run *alone)
                             continue;
                         run_layout(f, alone,
                                    (layout){ep, false, cp, u, zero, keep++ % 3,
-                                            (ith_linear_cp)linear, ITH_F32});
+                                            (ith_linear_cp)linear, ITH_F32, 0});
                     }
 }
 
@@ -696,8 +712,9 @@ static void test_rings_are_as_one_rank(void **state)
                 ith_linear_cp linear = heads ? ITH_LINEAR_HEADS : ITH_LINEAR_STATES;
                 if (cp % u == 0 && (families[i].dense || u < cp) &&
                     (cp == world->size || !families[i].aux_coef))
-                    run_layout(&families[i], &alone,
-                               (layout){0, false, cp, u, zero++ % 4, keep++ % 3, linear, ITH_F32});
+                    run_layout(
+                        &families[i], &alone,
+                        (layout){0, false, cp, u, zero++ % 4, keep++ % 3, linear, ITH_F32, 0});
             }
         close_run(&alone);
     }
@@ -716,7 +733,8 @@ static void walk_ring(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, int64_t *se
                   err);
     assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_F32, 2, rows, HEADS_Q, 1, 1, &lse),
               err);
-    assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_I32, 1, 5, 1, 1, 1, &borders), err);
+    assert_ok(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "test", ITH_I32, 1, 5, 1, 1, 1, &borders),
+              err);
     for (int i = 0; i < 8 && !ith_ctx_counting(ctx); i++)
         for (int64_t k = 0; k < ith_numel(t[i]); k++)
             ((float *)t[i].data)[k] = sinf((float)(k + i));
@@ -814,11 +832,40 @@ static void test_all_layouts_are_as_one_rank(void **state)
                     continue;
                 run_layout(&families[i], &alone,
                            (layout){0, world->size % 2 == 0 && cp == world->size, cp, cp, zero,
-                                    keeps[zero], ITH_LINEAR_HEADS, ITH_F32});
+                                    keeps[zero], ITH_LINEAR_HEADS, ITH_F32, 0});
                 if (cp > 1 && !families[i].diffusion)
                     run_layout(&families[i], &alone,
                                (layout){0, world->size % 2 == 0 && cp == world->size, cp, cp, zero,
-                                        keeps[zero], ITH_LINEAR_STATES, ITH_F32});
+                                        keeps[zero], ITH_LINEAR_STATES, ITH_F32, 0});
+            }
+        close_run(&alone);
+    }
+}
+
+/* Within a step some documents are cut over their group and the others whole on one rank each; with
+ * many ranks some have none of these. 30 is as long as the longest: nothing is cut. */
+static void test_whole_documents_beside_cut_ones(void **state)
+{
+    (void)state;
+    static const int64_t lengths[] = {3, 11, 17, 30};
+    int n = 0;
+    for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
+        const struct family *f = &families[i];
+        run alone;
+        if (f->media || f->diffusion || f->aux_coef > 0)
+            continue;
+        open_alone(&alone, f, ITH_F32);
+        for (int64_t cp = 2; cp <= world->size; cp++)
+            for (int zero = 0; zero <= 3 && world->size % cp == 0; zero++, n++) {
+                int64_t experts = alone.config.num_experts;
+                layout l = {.cp = cp,
+                            .ulysses = n % 3 ? most_heads(&alone.config, cp) : 1,
+                            .zero = zero,
+                            .keep = n % 3,
+                            .linear_cp = n % 2 ? ITH_LINEAR_STATES : ITH_LINEAR_AUTO,
+                            .ep = zero == 3 && experts > 0 && experts % cp == 0 ? cp : 0,
+                            .whole = lengths[n % 4]};
+                run_layout(f, &alone, l);
             }
         close_run(&alone);
     }
@@ -845,6 +892,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_all_layouts_are_as_one_rank),
                                        cmocka_unit_test(test_rings_are_as_one_rank),
                                        cmocka_unit_test(test_shared_experts_are_as_one_rank),
+                                       cmocka_unit_test(test_whole_documents_beside_cut_ones),
                                        cmocka_unit_test(test_borders_and_bf16),
                                        cmocka_unit_test(test_every_layout),
                                        cmocka_unit_test(test_rows_of_experts_come_back),

@@ -75,6 +75,7 @@ family() {
 }
 
 family qwen qwen3_5 "dp_size=2 cp_size=2 ep_size=2" batching_strategy=packing
+family whole qwen3_5 "dp_size=2 cp_size=2 ep_size=2 cp_whole_documents=always" batching_strategy=dynamic_padding_free
 train qwen-rings qwen3_5 cp_size=8 zero_stage=3 batching_strategy=packing || { fail "qwen-rings ended with $?"; tail -3 "$work/qwen-rings.out"; }
 same qwen-rings qwen # more ranks than attention or linear heads
 grep -q "attention: ulysses 4 x ring 2" "$work/qwen-rings.out" && grep -q "passes states" "$work/qwen-rings.out" ||

@@ -64,7 +64,9 @@ for layout in "dp2 dp_size=2" "cp2 cp_size=2" "cp3 cp_size=3" "cp4 cp_size=4" "d
     "ring3 cp_size=3 cp_mode=ring" "hybrid cp_size=8" "ringzero dp_size=2 cp_size=2 cp_mode=ring zero_stage=3" \
     "whole micro_batch_size=8" "accumulated dp_size=2 micro_batch_size=2 batching_strategy=padding_free" \
     "chunks cp_size=2 chunk_loss_size=7" "again cp_size=3 cp_mode=ring" "recompute cp_size=2 recompute=full" "verify dp_size=2 verify=true" "zero1 dp_size=2 zero_stage=1" \
-    "zero2 dp_size=2 cp_size=2 zero_stage=2" "zero3 dp_size=2 cp_size=2 zero_stage=3" "zero3dp8 ranks=8 zero_stage=3" "copies dp_size=4 zero_stage=2 mp_replicate_size=2"; do
+    "zero2 dp_size=2 cp_size=2 zero_stage=2" "zero3 dp_size=2 cp_size=2 zero_stage=3" "zero3dp8 ranks=8 zero_stage=3" "copies dp_size=4 zero_stage=2 mp_replicate_size=2" \
+    "whole2 cp_size=2 cp_whole_documents=always" "whole2x2 dp_size=2 cp_size=2 cp_whole_documents=always zero_stage=3" \
+    "wholering cp_size=2 cp_mode=ring cp_whole_documents=always zero_stage=1 micro_batch_size=2" "wholenever cp_size=2 cp_whole_documents=never"; do
     # shellcheck disable=SC2086
     set -- $layout
     train "$@" || { fail "$layout ended with $?"; tail -3 "$work/$1.out"; continue; }
@@ -74,9 +76,11 @@ done
 cmp -s "$work/ring3/model.safetensors" "$work/again/model.safetensors" || fail "ring3: a second run has other bits"
 grep -q "attention: ulysses 4 x ring 2" "$work/hybrid.out" || { fail "hybrid: other scheme"; grep "^ranks" "$work/hybrid.out"; }
 
+grep -q "documents of up to [0-9]* tokens stay whole on one rank$" "$work/whole2.out" || fail "whole2: nothing stays whole"
+
 # A checkpoint goes on with other layouts and stages: the second half has the same losses.
 for layout in "cp2 resume1 ranks=1" "cp2 resume4 cp_size=4" "cp3 resume2x2 dp_size=2 cp_size=2" "zero3 unzero ranks=1" \
-    "zero3 rezero cp_size=3 zero_stage=2" "one zeroed dp_size=2 cp_size=2 zero_stage=3" "copies onecopy dp_size=2 zero_stage=3"; do
+    "zero3 rezero cp_size=3 zero_stage=2" "one zeroed dp_size=2 cp_size=2 zero_stage=3" "copies onecopy dp_size=2 zero_stage=3" "whole2 wholeresumed dp_size=2 cp_size=2 zero_stage=2 cp_whole_documents=always"; do
     # shellcheck disable=SC2086
     set -- $layout
     from=$1
@@ -103,6 +107,7 @@ wrong 2 "cp_size: 8 is more than num_attention_heads 4" cp_size=8 cp_mode=ulysse
 wrong 2 "cp_mode: hybrid with cp_size 2" cp_size=2 cp_mode=hybrid
 wrong 2 "cp_size: 2 does not divide the number of processes 3" ranks=3 cp_size=2
 wrong 2 "mp_shard_size: 3 \* mp_replicate_size is not the number of processes 4 (use 2)" ranks=4 mp_replicate_size=2 mp_shard_size=3
+wrong 2 "cp_whole_documents: always: one rank has every document whole (use auto)" ranks=2 cp_whole_documents=always
 wrong 2 "nowhere.jsonl" ranks=2 train_dataset=/nowhere.jsonl
 wrong 1 "cannot create directory" ranks=2 output_dir=/proc/nowhere
 

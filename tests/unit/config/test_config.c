@@ -218,6 +218,9 @@ static void test_mistakes_are_exact_lines(void **state)
          "f.yaml:2:19: eval_split_ratio: found beside eval_dataset (keep one of them)"},
         {"eval_dataset: x\neval_strategy: epoch\neval_steps: 3",
          "f.yaml:3:13: eval_steps: has no effect (use eval_strategy: steps)"},
+        {"model: m\npack_window: 100\n",
+         "f.yaml:2:14: pack_window: has no effect (use batching_strategy: packing)"},
+        {"split_long: 3\n", "f.yaml:1:13: split_long: found 3 (use true or false)"},
         {"lr_scheduler_config: {name: linear, warmup_steps: 5, warmup_ratio: 0.1}",
          "f.yaml:1:68: lr_scheduler_config.warmup_ratio: found beside warmup_steps (keep one of "
          "them)"},
@@ -428,7 +431,8 @@ static void test_trl_files_become_our_keys(void **state)
     (void)state;
     static const char text[] =
         "model_name_or_path: ./m\ndataset_name: t.jsonl\noutput_dir: o\nmax_length: 4096\n"
-        "packing: true\npad_to_multiple_of: 4\nper_device_train_batch_size: 2\n"
+        "packing: true\npacking_strategy: bfd_split\npad_to_multiple_of: "
+        "4\nper_device_train_batch_size: 2\n"
         "gradient_accumulation_steps: 3\nnum_train_epochs: 2.0\nlr_scheduler_type: cosine\n"
         "warmup_ratio: 0.1\nweight_decay: 0.05\nsave_strategy: epoch\nsave_steps: 10\n"
         "gradient_checkpointing: false\nddp_timeout: 60\n"
@@ -442,6 +446,8 @@ static void test_trl_files_become_our_keys(void **state)
     assert_string_equal(c.train_dataset, "t.jsonl");
     assert_int_equal(c.cutoff_len, 4096);
     assert_int_equal(c.batching_strategy, ITH_BATCHING_PACKING);
+    assert_true(c.split_long);
+    assert_int_equal(c.pack_window, 8192);
     assert_int_equal(c.micro_batch_size, 1);
     assert_int_equal(c.num_train_epochs, 2);
     assert_int_equal(c.lr_scheduler.name, ITH_SCHEDULE_COSINE);
@@ -459,7 +465,7 @@ static void test_trl_files_become_our_keys(void **state)
                         "f.yaml:1:1: read as TRL: the loss is on the answers, TRL's is on prompts "
                         "too unless assistant_only_loss is true");
     assert_string_equal(ith_config_note(&c, 1),
-                        "f.yaml:6:1: pad_to_multiple_of: not needed: slices of a sequence need no "
+                        "f.yaml:7:1: pad_to_multiple_of: not needed: slices of a sequence need no "
                         "padding");
     assert_ok(ith_config_resolve_layout(&c, 8, &layout, &err), err);
     assert_int_equal(layout.dp_size, 2);
@@ -474,8 +480,8 @@ static void test_trl_mistakes_are_named(void **state)
     assert_error("dataset_name: d\nmax_lenght: 4\n",
                  "f.yaml:2:1: max_lenght: unknown key (did you mean max_length?)");
     assert_error("dataset_name: d\npacking_strategy: wrapped\n",
-                 "f.yaml:2:19: packing_strategy: found text 'wrapped' (use bfd: documents stay "
-                 "whole)");
+                 "f.yaml:2:19: packing_strategy: found text 'wrapped' (use bfd, bfd_split: "
+                 "documents never see each other)");
     assert_error("dataset_name: d\nparallelism_config_sp_size: 2\nparallelism_config_cp_size: 2\n",
                  "f.yaml:3:1: parallelism_config_cp_size: found beside parallelism_config_sp_size "
                  "of line 2 (keep one of them)");

@@ -2,6 +2,10 @@
  * are made from lengths; composition rules are those of LlamaFactory v1. */
 #include "testing.h"
 
+#include <math.h>
+
+#include "base/checked.h"
+#include "base/rng.h"
 #include "data/batching.h"
 #include "data/best_fit.h"
 
@@ -268,11 +272,9 @@ static void test_ranks_share_one_order(void **state)
         for (int64_t s = 0; s < 10; s++) {
             ith_batch_step step[4];
             bool seen[37] = {false};
-            double weight_sum = 0;
             for (int64_t r = 0; r < ranks; r++) {
                 assert_true(ith_batcher_next(b[r], &step[r]));
-                assert_int_equal(step[r].num_micro, step[0].num_micro);
-                weight_sum += step[r].weight_sum;
+                assert_memory_equal(&step[r], &step[0], sizeof *step);
                 for (int64_t j = 0; j < step[r].num_micro; j++) {
                     ith_micro_batch mb;
                     assert_ok(ith_batcher_fill(b[r], j, &mb, &err), err);
@@ -282,7 +284,7 @@ static void test_ranks_share_one_order(void **state)
                     }
                 }
             }
-            ith_buf_printf(&text, "%g:", weight_sum);
+            ith_buf_printf(&text, "%g:", step[0].weight_sum);
             for (int i = 0; i < 37; i++)
                 ith_buf_printf(&text, "%s", seen[i] ? "x" : ".");
         }
@@ -303,8 +305,72 @@ static const ith_batching all_strategies[] = {
     ITH_BATCHING_NORMAL, ITH_BATCHING_PADDING_FREE, ITH_BATCHING_DYNAMIC,
     ITH_BATCHING_DYNAMIC_PADDING_FREE, ITH_BATCHING_PACKING};
 
-/* Every sample once per epoch over all ranks, within the limits, steps as announced, and every
- * rank has the same number of micro-batches: for all strategies, ranks, sizes. */
+static const struct {
+    int64_t dp, cp;
+    ith_cp_whole whole;
+} layouts[] = {{1, 1, ITH_CP_WHOLE_AUTO},   {2, 1, ITH_CP_WHOLE_NEVER}, {3, 1, ITH_CP_WHOLE_AUTO},
+               {1, 2, ITH_CP_WHOLE_NEVER},  {2, 2, ITH_CP_WHOLE_AUTO},  {1, 2, ITH_CP_WHOLE_ALWAYS},
+               {2, 3, ITH_CP_WHOLE_ALWAYS}, {1, 5, ITH_CP_WHOLE_AUTO}};
+
+/* One rank's micro-batches of a step: within the limits; counts samples where they are computed. */
+static void check_rank_step(ith_batcher *b, const ith_batch_step *step, bool first_of_group,
+                            int *seen, int64_t *tokens, int64_t *labels)
+{
+    ith_batch_limits limits = ith_batcher_limits(b);
+    assert_true(step->num_micro >= 1 && step->num_micro <= limits.max_micro);
+    for (int64_t j = 0; j < step->num_micro; j++) {
+        ith_micro_batch mb;
+        assert_ok(ith_batcher_fill(b, j, &mb, &err), err);
+        assert_true(mb.num_tokens <= (mb.whole ? limits.max_whole_tokens : limits.max_tokens));
+        assert_true(mb.num_docs <= limits.max_docs);
+        if (!mb.whole && !first_of_group)
+            continue;
+        *tokens += mb.num_tokens;
+        *labels += mb.num_labels;
+        for (int64_t d = 0; d < mb.num_docs; d++) {
+            seen[mb.sample[d]]++;
+            assert_int_equal(mb.ids[mb.cu_seqlens[d]], mb.sample[d] * 100);
+        }
+    }
+}
+
+/* Two epochs of a job: every rank has as many micro-batches, and every sample is computed once in
+ * each epoch, by one rank or by one group. */
+static void check_job(const ith_samples *samples, int64_t count, ith_batcher_options o)
+{
+    ith_batcher *b[6];
+    ith_batch_step step[6];
+    int seen[211] = {0};
+    int64_t ranks = o.dp_size * o.cp_size, steps = 0;
+    for (int64_t r = 0; r < ranks; r++) {
+        o.dp_rank = r / o.cp_size;
+        o.cp_rank = r % o.cp_size;
+        b[r] = make_batcher(samples, o);
+    }
+    ith_batch_limits bound = ith_batcher_limits_bound(&o), limits = ith_batcher_limits(b[0]);
+    assert_true(limits.max_tokens <= bound.max_tokens);
+    while (ith_batcher_next(b[0], &step[0])) {
+        int64_t tokens = 0, labels = 0;
+        for (int64_t r = 0; r < ranks; r++) {
+            assert_true(r == 0 || ith_batcher_next(b[r], &step[r]));
+            assert_memory_equal(&step[r], &step[0], sizeof *step);
+            check_rank_step(b[r], &step[r], r % o.cp_size == 0, seen, &tokens, &labels);
+        }
+        assert_int_equal(tokens, step[0].num_tokens);
+        assert_int_equal(labels, step[0].num_labels);
+        steps++;
+    }
+    assert_int_equal(steps, ith_batcher_total_steps(b[0]));
+    for (int64_t i = 0; i < count; i++)
+        if (seen[i] != 2)
+            fail_msg("strategy %d, dp %d, cp %d, %d: sample %d of %d seen %d times in 2 epochs",
+                     (int)o.strategy, (int)o.dp_size, (int)o.cp_size, (int)o.whole, (int)i,
+                     (int)count, seen[i]);
+    for (int64_t r = 0; r < ranks; r++)
+        ith_batcher_destroy(b[r]);
+}
+
+/* For all strategies, layouts and sizes. */
 static void test_epoch_covers_every_sample_once(void **state)
 {
     (void)state;
@@ -312,58 +378,166 @@ static void test_epoch_covers_every_sample_once(void **state)
     for (int64_t i = 0; i < 211; i++)
         lengths[i] = 2 + (i * i * 31 + i * 7) % 63;
     static const int64_t counts[] = {1, 2, 5, 64, 211};
-    for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
+    for (int64_t c = 0; c < COUNT(counts); c++) {
         ith_samples *samples = make_samples(lengths, counts[c]);
-        for (int s = 0; s < 5; s++) {
-            for (int64_t ranks = 1; ranks <= 3; ranks++) {
-                int seen[211] = {0};
-                int64_t micros[3][400] = {{0}}, steps[3] = {0};
-                for (int64_t r = 0; r < ranks; r++) {
-                    ith_batcher_options o = options_of(all_strategies[s], 64, 2, 3);
-                    o.shuffle = true;
-                    o.dp_rank = r;
-                    o.dp_size = ranks;
-                    o.num_epochs = 2;
-                    o.pack_window = 50;
-                    ith_batcher *b = make_batcher(samples, o);
-                    ith_batch_limits limits = ith_batcher_limits(b);
-                    ith_batch_limits bound = ith_batcher_limits_bound(&o);
-                    assert_true(limits.max_tokens <= bound.max_tokens);
-                    assert_true(limits.max_docs <= bound.max_docs);
-                    ith_batch_step step;
-                    while (ith_batcher_next(b, &step)) {
-                        int64_t tokens = 0, labels = 0;
-                        assert_true(step.num_micro >= 1 && step.num_micro <= limits.max_micro);
-                        micros[r][steps[r]++] = step.num_micro;
-                        for (int64_t j = 0; j < step.num_micro; j++) {
-                            ith_micro_batch mb;
-                            assert_ok(ith_batcher_fill(b, j, &mb, &err), err);
-                            assert_true(mb.num_tokens <= limits.max_tokens);
-                            assert_true(mb.num_docs <= limits.max_docs);
-                            tokens += mb.num_tokens;
-                            labels += mb.num_labels;
-                            for (int64_t d = 0; d < mb.num_docs; d++) {
-                                seen[mb.sample[d]]++;
-                                assert_int_equal(mb.ids[mb.cu_seqlens[d]], mb.sample[d] * 100);
-                            }
-                        }
-                        assert_int_equal(tokens, step.num_tokens);
-                        assert_int_equal(labels, step.num_labels);
-                    }
-                    assert_int_equal(steps[r], ith_batcher_total_steps(b));
-                    ith_batcher_destroy(b);
-                    assert_int_equal(steps[r], steps[0]);
-                    assert_memory_equal(micros[r], micros[0], sizeof micros[0]);
-                }
-                for (int64_t i = 0; i < counts[c]; i++)
-                    if (seen[i] != 2)
-                        fail_msg("strategy %d, %lld ranks: sample %lld of %lld seen %d times in 2 "
-                                 "epochs",
-                                 s, (long long)ranks, (long long)i, (long long)counts[c], seen[i]);
+        for (int s = 0; s < 5; s++)
+            for (int64_t l = 0; l < COUNT(layouts); l++) {
+                ith_batcher_options o = options_of(all_strategies[s], 64, 2, 3);
+                o.shuffle = true;
+                o.dp_size = layouts[l].dp;
+                o.cp_size = layouts[l].cp;
+                o.whole = layouts[l].whole;
+                o.work = (ith_batch_work){1, 0.1, 0.5, 0};
+                o.num_epochs = 2;
+                o.pack_window = 50;
+                check_job(samples, counts[c], o);
             }
-        }
         ith_samples_close(samples);
     }
+}
+
+/* A mean over a micro-batch: which samples are together is the same for any number of ranks. */
+static void test_samples_of_a_micro_batch_stay_together(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {4, 9, 5, 8, 6, 2, 7, 3};
+    ith_samples *samples = make_samples(lengths, COUNT(lengths));
+    for (int64_t r = 0; r < 2; r++) {
+        ith_batcher_options o = options_of(ITH_BATCHING_NORMAL, 10, 2, 2);
+        o.keep_together = true;
+        o.dp_size = 2;
+        o.dp_rank = r;
+        ith_batcher *b = make_batcher(samples, o);
+        /* 0,1 and 2,3 have 13 tokens, 6,7 has 10, 4,5 has 8 */
+        assert_string_equal(run_text(b, 9), r ? "2,3 4,5" : "0,1 6,7");
+        ith_batcher_destroy(b);
+        o.keep_together = false; /* of the longer half 9 + 6 and 8 + 7, then 5 + 2 and 4 + 3 */
+        b = make_batcher(samples, o);
+        assert_string_equal(run_text(b, 9), r ? "3,6 0,7" : "1,4 2,5");
+        ith_batcher_destroy(b);
+    }
+    ith_samples_close(samples);
+}
+
+/* A document of a slice's tokens stays on one rank, one of a token more is cut. */
+static void test_whole_documents_end_at_a_slice(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {40, 20, 21, 3};
+    ith_samples *samples = make_samples(lengths, COUNT(lengths));
+    static const char *const expected[] = {"0 2 1", "0 2 3"};
+    for (int64_t r = 0; r < 2; r++) {
+        ith_batcher_options o = options_of(ITH_BATCHING_NORMAL, 40, 1, 4);
+        o.cp_size = 2;
+        o.cp_rank = r;
+        o.whole = ITH_CP_WHOLE_ALWAYS;
+        ith_batcher *b = make_batcher(samples, o);
+        assert_int_equal(ith_batcher_limits(b).max_whole_tokens, 20);
+        assert_string_equal(run_text(b, 1), expected[r]);
+        for (int64_t j = 0; j < 3; j++) {
+            ith_micro_batch mb;
+            assert_ok(ith_batcher_fill(b, j, &mb, &err), err);
+            assert_int_equal(mb.whole, j == 2);
+        }
+        ith_batcher_destroy(b);
+    }
+    /* One that is too small to stay whole anywhere: all are cut. */
+    const int64_t same[] = {8, 8, 8};
+    ith_samples *equal = make_samples(same, COUNT(same));
+    ith_batcher_options o = options_of(ITH_BATCHING_NORMAL, 8, 1, 3);
+    o.cp_size = 2;
+    o.whole = ITH_CP_WHOLE_ALWAYS;
+    ith_batcher *b = make_batcher(equal, o);
+    assert_int_equal(ith_batcher_limits(b).max_whole_tokens, 0);
+    assert_string_equal(run_text(b, 1), "0 1 2");
+    ith_batcher_destroy(b);
+    ith_samples_close(equal);
+    ith_samples_close(samples);
+}
+
+/* Lengths of chats and documents: log-normal, median 600, a twelfth beyond 6,000, cut at 32,768. */
+static ith_samples *make_corpus(int64_t count)
+{
+    int64_t *lengths = calloc((size_t)count, 8);
+    for (int64_t i = 0; i < count; i++)
+        lengths[i] =
+            ith_min_i64(32768, 16 + (int64_t)(600 * exp(1.7 * ith_rng_normal(1, 2, (uint64_t)i))));
+    ith_samples *samples = make_samples(lengths, count);
+    free(lengths);
+    return samples;
+}
+
+/* Work like that of a model of 28 layers, 1,024 wide, with 16 heads of 128: attention is as much as
+ * the products at some 10,000 tokens. Bounds are what these lengths give, with a margin. */
+static void test_ranks_have_about_as_much_work(void **state)
+{
+    (void)state;
+    static const struct {
+        ith_batching strategy;
+        int64_t m, accum, dp;
+        double before, after; /* busiest over even: at least, at most */
+    } jobs[] = {{ITH_BATCHING_NORMAL, 1, 8, 8, 5, 2.8},
+                {ITH_BATCHING_NORMAL, 4, 2, 8, 3.5, 2.6},
+                {ITH_BATCHING_PADDING_FREE, 8, 1, 16, 3.4, 3},
+                {ITH_BATCHING_DYNAMIC_PADDING_FREE, 1, 4, 8, 1.9, 1.3},
+                {ITH_BATCHING_PACKING, 1, 4, 8, 1.6, 1.2}};
+    ith_samples *samples = make_corpus(6000);
+    for (int64_t i = 0; i < COUNT(jobs); i++) {
+        ith_batcher_options o = options_of(jobs[i].strategy, 32768, jobs[i].m, jobs[i].accum);
+        o.shuffle = true;
+        o.dp_size = jobs[i].dp;
+        o.work = (ith_batch_work){3.6e9, 0.34e6, 0, 0};
+        ith_batcher *b = make_batcher(samples, o);
+        ith_batch_report r = ith_batcher_report(b);
+        double before = r.work_in_order / r.work_even, after = r.work_dealt / r.work_even;
+        print_message(
+            "strategy %d, m %d, accum %d, dp %2d: busiest / even %.3f in order, %.3f dealt\n",
+            (int)jobs[i].strategy, (int)jobs[i].m, (int)jobs[i].accum, (int)jobs[i].dp, before,
+            after);
+        assert_true(before >= jobs[i].before && after <= jobs[i].after && after >= 1);
+        ith_batcher_destroy(b);
+    }
+    ith_samples_close(samples);
+}
+
+/* Short documents on single ranks, long ones over the group: never longer than all of them cut. */
+static void test_whole_documents_make_steps_shorter(void **state)
+{
+    (void)state;
+    static const struct {
+        ith_batching strategy;
+        int64_t m, accum, dp, cp;
+        double exchange, round, shorter; /* at least, in percent */
+    } jobs[] = {{ITH_BATCHING_NORMAL, 1, 32, 1, 4, 0.5e9, 0, 1},
+                {ITH_BATCHING_NORMAL, 1, 16, 2, 4, 0.5e9, 0, 0.2},
+                {ITH_BATCHING_PACKING, 1, 4, 1, 8, 2e9, 0, 5},
+                {ITH_BATCHING_NORMAL, 1, 16, 1, 8, 2e9, 1e12, 12},
+                {ITH_BATCHING_PACKING, 1, 2, 1, 8, 0.1e9, 1e14, 0},
+                {ITH_BATCHING_DYNAMIC_PADDING_FREE, 1, 1, 2, 2, 0, 0, 0}};
+    ith_samples *samples = make_corpus(2000);
+    for (int64_t i = 0; i < COUNT(jobs); i++) {
+        double work[3];
+        for (ith_cp_whole whole = ITH_CP_WHOLE_NEVER; whole <= ITH_CP_WHOLE_ALWAYS; whole++) {
+            ith_batcher_options o = options_of(jobs[i].strategy, 32768, jobs[i].m, jobs[i].accum);
+            o.shuffle = true;
+            o.dp_size = jobs[i].dp;
+            o.cp_size = jobs[i].cp;
+            o.work = (ith_batch_work){3.6e9, 0.34e6, jobs[i].exchange, jobs[i].round};
+            o.whole = whole;
+            ith_batcher *b = make_batcher(samples, o);
+            work[whole] = ith_batcher_report(b).work_dealt;
+            ith_batcher_destroy(b);
+        }
+        double shorter = 100 * (1 - work[ITH_CP_WHOLE_AUTO] / work[ITH_CP_WHOLE_NEVER]);
+        print_message(
+            "strategy %d, accum %d, dp %d x cp %d: auto %.1f %% shorter than never, always "
+            "%.1f %%\n",
+            (int)jobs[i].strategy, (int)jobs[i].accum, (int)jobs[i].dp, (int)jobs[i].cp, shorter,
+            100 * (1 - work[ITH_CP_WHOLE_ALWAYS] / work[ITH_CP_WHOLE_NEVER]));
+        assert_true(shorter >= jobs[i].shorter);
+        assert_true(work[ITH_CP_WHOLE_AUTO] <= work[ITH_CP_WHOLE_NEVER]);
+    }
+    ith_samples_close(samples);
 }
 
 static void test_epochs_are_shuffled_by_seed_and_epoch(void **state)
@@ -539,13 +713,7 @@ static void test_create_refuses_what_cannot_run(void **state)
     o.micro_batch_size = 2;
     assert_fails(ith_batcher_create(&b, samples, &o, &err), err, ITH_ERR_USAGE,
                  "more than 2^31 tokens");
-    o = options_of(ITH_BATCHING_DYNAMIC, 20, 1, 1);
-    o.carry_over = true;
-    o.num_epochs = 0;
-    o.dp_size = 4;
-    assert_fails(ith_batcher_create(&b, samples, &o, &err), err, ITH_ERR_USAGE,
-                 "3 samples for dp_size 4");
-    o.num_subset = 0;
+    o = options_of(ITH_BATCHING_NORMAL, 10, 1, 1);
     o.subset = lengths;
     assert_fails(ith_batcher_create(&b, samples, &o, &err), err, ITH_ERR_FORMAT, "no sample");
     assert_null(b);
@@ -704,6 +872,10 @@ int main(void)
         cmocka_unit_test(test_dynamic_carries_over_the_end_of_data),
         cmocka_unit_test(test_ranks_share_one_order),
         cmocka_unit_test(test_epoch_covers_every_sample_once),
+        cmocka_unit_test(test_samples_of_a_micro_batch_stay_together),
+        cmocka_unit_test(test_whole_documents_end_at_a_slice),
+        cmocka_unit_test(test_ranks_have_about_as_much_work),
+        cmocka_unit_test(test_whole_documents_make_steps_shorter),
         cmocka_unit_test(test_epochs_are_shuffled_by_seed_and_epoch),
         cmocka_unit_test(test_subset_uses_only_its_entries),
         cmocka_unit_test(test_resume_equals_uninterrupted),
