@@ -33,12 +33,13 @@ typedef struct {
     uint32_t *qp, *dop, *kp, *vp, *ktp, *p; /* packed operands */
     uint32_t *q_of, *do_of, *side;          /* backward: packed by queries; transposed P or dS */
     void *pt, *dst; /* backward: P and dS, [KV_BLOCK, cols] of the operand type */
-    float *dk, *dv; /* backward: [k_hi, dim_ld] */
+    float *dk, *dv; /* backward: [k_hi - k_lo, dim_ld] */
 } flash;
 
 static int64_t flash_layout(const ith_cpu_attention *a, flash *f, char *base, bool backward)
 {
     int64_t dim = a->q.shape[2], at = 0;
+    int64_t keys = a->seqs.window ? ith_min_i64(a->seqs.max_len, a->k.shape[0]) : a->seqs.max_len;
     f->bf16 = a->q.dtype == ITH_BF16;
 #ifdef LEVEL_BF16_DOT
     f->pairs = f->bf16;
@@ -76,8 +77,8 @@ static int64_t flash_layout(const ith_cpu_attention *a, flash *f, char *base, bo
         PART(side, kv_mr * q_kd);
         PART(pt, KV_BLOCK * f->cols);
         PART(dst, KV_BLOCK * f->cols);
-        PART(dk, a->seqs.max_len * f->dim_ld);
-        PART(dv, a->seqs.max_len * f->dim_ld);
+        PART(dk, keys * f->dim_ld);
+        PART(dv, keys * f->dim_ld);
     }
 #undef PART
     return at;
@@ -400,8 +401,9 @@ static void flash_backward_block(const ith_cpu_attention *a, flash *f, int part,
     for (int64_t c = 0; c < f->cols; c += VW)
         flash_gradient(f, part, j0, n, c, a->scale, masked);
     flash_product(f->dim, f->cols, kd, f->ktp, f->p, f->out, f->cols, !first, f->pairs);
-    flash_add_rows(f, f->pt, f->do_of, f->dv + j0 * f->dim_ld, n);
-    flash_add_rows(f, f->dst, f->q_of, f->dk + j0 * f->dim_ld, n);
+    int64_t at = (j0 - f->doc.k_lo) * f->dim_ld;
+    flash_add_rows(f, f->pt, f->do_of, f->dv + at, n);
+    flash_add_rows(f, f->dst, f->q_of, f->dk + at, n);
 }
 
 static void flash_backward_tile(const ith_cpu_attention *a, flash *f)
@@ -442,14 +444,15 @@ static void attention_backward(void *arg, int64_t begin, int64_t end, int thread
         flash_document(a, &f, doc);
         if (f.doc.k_lo == f.doc.k_hi && f.doc.q_lo == f.doc.q_hi)
             continue;
-        memset(f.dk, 0, (size_t)(f.doc.k_hi * f.dim_ld) * 4);
-        memset(f.dv, 0, (size_t)(f.doc.k_hi * f.dim_ld) * 4);
+        memset(f.dk, 0, (size_t)((f.doc.k_hi - f.doc.k_lo) * f.dim_ld) * 4);
+        memset(f.dv, 0, (size_t)((f.doc.k_hi - f.doc.k_lo) * f.dim_ld) * 4);
         for (f.i0 = f.doc.q_lo; f.i0 < f.doc.q_hi; f.i0 += a->q_block) {
             f.num_q = ith_min_i64(a->q_block, f.doc.q_hi - f.i0);
             flash_backward_tile(a, &f);
         }
-        for (int64_t j = f.doc.k_lo; j < f.doc.k_hi; j++) {
-            int64_t size = ith_dtype_bytes(a->dk.dtype), t = f.k_begin + j, h = f.kv_head;
+        for (int64_t j = 0; j < f.doc.k_hi - f.doc.k_lo; j++) {
+            int64_t size = ith_dtype_bytes(a->dk.dtype), t = f.k_begin + f.doc.k_lo + j;
+            int64_t h = f.kv_head;
             char *dk = (char *)a->dk.data + (t * a->dk.stride[0] + h * a->dk.stride[1]) * size;
             char *dv = (char *)a->dv.data + (t * a->dv.stride[0] + h * a->dv.stride[1]) * size;
             store_row(dk, a->dk.dtype, f.dk + j * f.dim_ld, f.dim, false);
