@@ -88,6 +88,8 @@ static ith_status run(reader *r, int64_t max_pixels, ith_error *err)
     png_set_read_fn(r->png, r, read_bytes);
     png_set_user_limits(r->png, 1000000, 1000000);
     png_set_chunk_malloc_max(r->png, 1 << 26);
+    /* IHDR, PLTE, tRNS, IDAT and IEND only: the lengths of others are believed before they are read */
+    png_set_keep_unknown_chunks(r->png, PNG_HANDLE_CHUNK_NEVER, NULL, -1);
     return read_png(r, max_pixels, err);
 }
 
