@@ -3,9 +3,10 @@
  * Goal: one line that says what failed, or the right result; never a crash, a leak, an open file
  * or a half-written result. After a failed training the newest checkpoint is whole, and a resumed
  * run writes the very model that an undisturbed run writes. Method: everything runs in this
- * process, so that AddressSanitizer sees each leak. `test_torture all [train]` tries every n,
- * without it allocations and reads are sampled (writes never are); `test_torture train alloc 4849`
- * tries one (for gdb: break ith_fault_hit if fault_seen[kind] + 1 == fault_at[kind]). */
+ * process, so that AddressSanitizer sees each leak. `test_torture all [train [2/8]]` tries every n
+ * (the second eighth of them: several processes share the work), without it allocations and reads
+ * are sampled (writes never are); `test_torture train alloc 4849` tries one (for gdb: break
+ * ith_fault_hit if fault_seen[kind] + 1 == fault_at[kind]). */
 #include "e2e/small_dir.h"
 
 #include <dirent.h>
@@ -20,6 +21,7 @@
 
 static char *base;
 static bool every;
+static int64_t part = 1, parts = 1;
 /* of one try */
 static const char *only_kind;
 static int64_t only_n;
@@ -231,10 +233,11 @@ static void torture(const victim *v)
         int64_t stride = 1;
         if (!every && k != ITH_FAULT_WRITE && counts[k] > v->samples)
             stride = counts[k] / v->samples;
-        print_message("%s: %lld %ss, every %lld\n", v->name, (long long)counts[k], kind_names[k],
-                      (long long)stride);
-        for (int64_t n = 1; n <= counts[k] && !only_kind; n += stride)
-            torture_at(v, (ith_fault_kind)k, n, files);
+        int64_t tried = 0;
+        for (int64_t n = 1 + (part - 1) * stride; n <= counts[k] && !only_kind; n += parts * stride)
+            torture_at(v, (ith_fault_kind)k, n, files), tried++;
+        print_message("%s: %lld of %lld %ss tried\n", v->name, (long long)tried,
+                      (long long)counts[k], kind_names[k]);
         if (only_kind && strncmp(only_kind, kind_names[k], strlen(only_kind)) == 0)
             torture_at(v, (ith_fault_kind)k, only_n, files);
     }
@@ -380,7 +383,13 @@ int main(int argc, char **argv)
         snprintf(filter, sizeof filter, "test_torture_%s", argv[every ? 2 : 1]);
         cmocka_set_test_filter(filter);
     }
-    if (argc > 3) {
+    if (every && argc > 3) {
+        char *end = argv[3];
+        part = strtoll(argv[3], &end, 10);
+        parts = *end == '/' ? strtoll(end + 1, NULL, 10) : 0;
+        if (part < 1 || part > parts)
+            return fprintf(stderr, "'%s' is no part (1/8 to 8/8)\n", argv[3]), 2;
+    } else if (argc > 3) {
         only_kind = argv[2];
         only_n = strtoll(argv[3], NULL, 10);
     }
