@@ -218,9 +218,10 @@ static ith_status add_rows(ith_st_reader *r, json_t *header, const char *data, i
         r->count++;
     }
     int64_t added = r->count - first;
+    ith_st_entry *entries = added ? r->entries + first : NULL;
     if (added)
-        qsort(r->entries + first, (size_t)added, sizeof *r->entries, compare_places);
-    return check_tiling(r->entries + first, added, data, data_size, err);
+        qsort(entries, (size_t)added, sizeof *entries, compare_places);
+    return check_tiling(entries, added, data, data_size, err);
 }
 
 /* What people put where a safetensors file should be. */
