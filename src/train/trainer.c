@@ -365,6 +365,17 @@ static ith_status loop(run *r, ith_error *err)
     return ITH_OK;
 }
 
+/* What an earlier end left half written or half removed, and checkpoints beyond the limit. A save
+ * would take them along, but a run that was at its end saves no more. */
+static void remove_leftovers(const ith_trainer *t, const ith_trainer_hooks *hooks)
+{
+    ith_error err = {0};
+    const ith_config *c = t->config;
+    int64_t limit = c->save_total_limit == ITH_CONFIG_UNSET ? 0 : c->save_total_limit;
+    if (ith_trainer_is_first(t) && ith_train_state_rotate(c->output_dir, limit, &err) != ITH_OK)
+        ith_trainer_say(hooks, "old checkpoints stay: %s", err.text);
+}
+
 /* Weights from the model or from a checkpoint, as the config asks. */
 static ith_status begin(run *r, ith_error *err)
 {
@@ -386,6 +397,8 @@ static ith_status begin(run *r, ith_error *err)
         status = ith_trainer_resume(t, path.data, &r->at, err);
         if (status == ITH_OK)
             ith_trainer_say(r->hooks, "resumed %s", path.data);
+        if (status == ITH_OK && strcmp(from, "auto") == 0) /* then it is the newest one */
+            remove_leftovers(t, r->hooks);
     } else if (status == ITH_OK) {
         status = ith_trainer_load_weights(t, err);
     }
