@@ -453,32 +453,63 @@ bool ith_batcher_next(ith_batcher *b, ith_batch_step *step)
     return true;
 }
 
-/* The arrays of one document at row `at`. */
-static ith_status put_document(ith_batcher *b, int64_t at, int64_t entry, ith_error *err)
+/* Ids, labels and weights of rows [first, last) of a document that begins at row `at`. */
+static ith_status put_rows(ith_batcher *b, int64_t at, int64_t entry, const ith_sample *s,
+                           int64_t first, int64_t last, ith_error *err)
 {
     ith_micro_batch *a = &b->arrays;
-    ith_sample s = ith_samples_get(b->samples, entry);
     int32_t max_id = ith_samples_max_id(b->samples);
-    for (int64_t t = 0; t < s.num_tokens; t++) {
-        if (s.ids[t] < 0 || s.ids[t] > max_id)
+    for (int64_t t = first; t < last; t++) {
+        if (s->ids[t] < 0 || s->ids[t] > max_id)
             return ith_fail(err, ITH_ERR_FORMAT,
                             "cache of tokenized data is damaged (sample %" PRId64
                             " has id %d): remove it and start again",
-                            entry, s.ids[t]);
-        a->ids[at + t] = s.ids[t];
-        a->position_ids[at + t] = (int32_t)t;
+                            entry, s->ids[t]);
+        a->ids[at + t] = s->ids[t];
         a->labels[at + t] = ITH_LABEL_IGNORE;
         a->weights[at + t] = 0;
     }
-    for (int64_t r = 0; r < s.num_runs; r++) {
-        for (int64_t t = ith_max_i64(s.runs[r].begin, 1); t < s.runs[r].end; t++) {
-            a->labels[at + t - 1] = s.ids[t];
-            a->weights[at + t - 1] = s.runs[r].weight;
+    for (int64_t r = 0; r < s->num_runs; r++) {
+        int64_t begin = ith_max_i64(s->runs[r].begin, first + 1);
+        for (int64_t t = begin; t < ith_min_i64(s->runs[r].end, last + 1); t++) {
+            a->labels[at + t - 1] = s->ids[t];
+            a->weights[at + t - 1] = s->runs[r].weight;
         }
+    }
+    a->num_read += last - first;
+    return ITH_OK;
+}
+
+/* The arrays of one document at row `at`, as far as they are in the ranges. */
+static ith_status put_document(ith_batcher *b, int64_t at, int64_t entry, const int64_t *ranges,
+                               ith_error *err)
+{
+    ith_micro_batch *a = &b->arrays;
+    ith_sample s = ith_samples_get(b->samples, entry);
+    for (int64_t t = 0; t < s.num_tokens; t++)
+        a->position_ids[at + t] = (int32_t)t;
+    for (int i = 0; i < 4; i += 2) {
+        int64_t first = ith_max_i64(ranges[i] - at, 0),
+                last = ith_min_i64(ranges[i + 1] - at, s.num_tokens);
+        if (first < last)
+            ITH_TRY(put_rows(b, at, entry, &s, first, last, err));
     }
     a->num_labels += s.num_labels;
     a->weight_sum += s.weight_sum;
     return ITH_OK;
+}
+
+static void find_own_rows(const ith_batcher *b, const batch_list *list, int64_t at,
+                          int64_t ranges[4])
+{
+    const ith_batcher_options *o = &b->options;
+    int64_t tokens = 0;
+    for (int64_t i = list->begin[at]; i < list->begin[at + 1]; i++)
+        tokens += b->lengths[list->docs[i]];
+    ranges[0] = ranges[2] = ranges[3] = 0;
+    ranges[1] = tokens;
+    if (o->own_rows && !b->arrays.whole)
+        o->own_rows(o->own_arg, tokens, ranges);
 }
 
 /* Micro-batch j of this rank: list and place in it. */
@@ -498,16 +529,17 @@ static const batch_list *find_micro(const ith_batcher *b, int64_t j, int64_t *at
 ith_status ith_batcher_fill(ith_batcher *b, int64_t j, ith_micro_batch *out, ith_error *err)
 {
     ith_micro_batch *a = &b->arrays;
-    int64_t at = 0;
+    int64_t at = 0, ranges[4];
     const batch_list *list = find_micro(b, j, &at);
     a->whole = list == &b->deal.whole;
-    a->num_tokens = a->num_docs = a->num_labels = 0;
+    find_own_rows(b, list, at, ranges);
+    a->num_tokens = a->num_docs = a->num_labels = a->num_read = 0;
     a->weight_sum = 0;
     a->cu_seqlens[0] = 0;
     for (int64_t i = list->begin[at]; i < list->begin[at + 1]; i++) {
         int64_t position = list->docs[i], n = b->lengths[position];
         ITH_ASSERT(a->num_tokens + n <= b->limits.max_tokens);
-        ITH_TRY(put_document(b, a->num_tokens, entry_of(b, position), err));
+        ITH_TRY(put_document(b, a->num_tokens, entry_of(b, position), ranges, err));
         a->sample[a->num_docs++] = entry_of(b, position);
         a->num_tokens += n;
         a->cu_seqlens[a->num_docs] = (int32_t)a->num_tokens;

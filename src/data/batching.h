@@ -61,6 +61,11 @@ typedef struct {
     int64_t num_subset;
     const ith_media *media; /* reads images and videos; NULL: micro-batches carry none */
     ith_pool *pool;         /* for them; may be NULL */
+    /* Rows of a micro-batch of `tokens` that this rank works on: two ranges [begin, end) that do
+     * not overlap. Of the others nothing is read, and ids, labels and weights are not set. NULL:
+     * all. */
+    void (*own_rows)(const void *arg, int64_t tokens, int64_t ranges[4]);
+    const void *own_arg;
     /* Ranks that share a micro-batch's frames out (grid.h): only what has frames of the own share
      * is read. 0 ranks: everything. */
     int64_t media_rank, media_ranks;
@@ -84,6 +89,7 @@ typedef struct {
     int64_t *sample;     /* [num_docs] entry number */
     double weight_sum;   /* of weights */
     bool whole;          /* of this rank alone; else its group shares it */
+    int64_t num_read;    /* ids that were read for it */
     int32_t *noisy;      /* [num_docs] diffusion (noise.h): first rows that are noisy; else NULL */
     /* media; mrope NULL: none of it */
     int32_t *mrope;        /* [3,T] positions of time, height, width */

@@ -34,21 +34,23 @@ ith_samples_options ith_samples_options_from(const ith_config *config, bool eval
 }
 
 /* SHA-256 over all that decides what is stored. */
-static ith_status make_key(const ith_samples_options *o, const ith_dataset *dataset, char key[65],
-                           ith_error *err)
+static ith_status make_key(ith_samples *s, const ith_samples_options *o, ith_error *err)
 {
-    char identity[65], text[1200];
-    ITH_TRY(ith_dataset_identity(dataset, identity, err));
+    char text[1200];
+    if (o->identity)
+        snprintf(s->identity, sizeof s->identity, "%s", o->identity);
+    else
+        ITH_TRY(ith_dataset_identity(s->dataset, s->identity, err));
     snprintf(text, sizeof text,
              "ithaca %s format %d\ntokenizer %s\ntemplate %s\ndata %s\ncutoff_len %" PRId64
              " split_long %d all_turns %d media %s\n",
              ITH_VERSION, SAMPLES_FORMAT, ith_tokenizer_hash(o->tokenizer), ith_chat_hash(o->chat),
-             identity, o->cutoff_len, o->split_long, o->all_turns,
+             s->identity, o->cutoff_len, o->split_long, o->all_turns,
              o->media ? ith_media_settings(o->media) : "none");
     ith_sha256 h;
     ith_sha256_init(&h);
     ith_sha256_update(&h, text, (int64_t)strlen(text));
-    ith_sha256_hex(&h, key);
+    ith_sha256_hex(&h, s->key);
     return ITH_OK;
 }
 
@@ -214,7 +216,7 @@ ith_status ith_samples_open(ith_samples **out, const ith_samples_options *option
     ith_status status = ITH_OK;
     ITH_TRY_OUT(ith_dataset_open(&s->dataset, options->path, &choice, err));
     ITH_TRY_OUT(copy_part_names(s, err));
-    ITH_TRY_OUT(make_key(options, s->dataset, s->key, err));
+    ITH_TRY_OUT(make_key(s, options, err));
     if (options->cache_dir)
         ITH_TRY_OUT(open_cached(s, options, err));
     else
@@ -449,6 +451,11 @@ const char *ith_samples_media_path(const ith_samples *s, const ith_media_item *i
 int64_t ith_samples_num_media(const ith_samples *s)
 {
     return s->num_media;
+}
+
+const char *ith_samples_identity(const ith_samples *samples)
+{
+    return samples->identity;
 }
 
 const char *ith_samples_key(const ith_samples *s)

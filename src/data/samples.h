@@ -36,6 +36,8 @@ typedef struct {
     int64_t cutoff_len;
     uint64_t seed;
     const char *cache_dir; /* NULL: no cache on disk */
+    const char *identity; /* of the data, from ith_samples_identity of another rank; NULL: the files
+                             are read for it */
     const ith_tokenizer *tokenizer;
     const ith_chat *chat;
     ith_pool *pool; /* may be NULL */
@@ -86,6 +88,8 @@ int64_t ith_samples_num_media(const ith_samples *samples); /* of the stored samp
 int64_t ith_samples_length(const ith_samples *samples, int64_t entry);
 /* 64 hexadecimal digits over content and settings. */
 const char *ith_samples_key(const ith_samples *samples);
+/* SHA-256 over the data set, see ith_dataset_identity. */
+const char *ith_samples_identity(const ith_samples *samples);
 bool ith_samples_from_cache(const ith_samples *samples);
 const ith_drops *ith_samples_drops(const ith_samples *samples);
 /* "FILE: row 3 (line 4)"; after a cache hit "NAME: row 3". */

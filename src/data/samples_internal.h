@@ -29,7 +29,7 @@ typedef struct {
 
 struct ith_samples {
     ith_dataset *dataset; /* NULL for samples from arrays */
-    char key[65];
+    char identity[65], key[65];
     bool from_cache;
 
     /* in `map`, or each on the heap */

@@ -122,11 +122,27 @@ static ith_status open_media(ith_trainer *t, ith_error *err)
     return ITH_OK;
 }
 
+/* Rows of this rank's slice. */
+static void own_rows(const void *arg, int64_t tokens, int64_t ranges[4])
+{
+    const ith_mesh *mesh = arg;
+    ith_stretch own[2];
+    ith_cp_stretches(mesh, tokens, own);
+    for (int i = 0; i < 2; i++) {
+        ranges[2 * i] = own[i].first;
+        ranges[2 * i + 1] = own[i].first + own[i].count;
+    }
+}
+
 /* A cp group shares micro-batches, and reads and encodes each image once. */
 static void share_ranks(const ith_trainer *t, ith_batcher_options *o)
 {
     o->cp_rank = t->mesh ? t->mesh->cp_rank : 0;
     o->cp_size = ith_cp_size(t->mesh);
+    if (o->cp_size > 1 && !t->media && !ith_is_diffusion(t->config, &t->hf)) {
+        o->own_rows = own_rows; /* positions of images, and noise, come from whole documents */
+        o->own_arg = t->mesh;
+    }
     o->media_rank = t->mesh ? t->mesh->cp_rank : 0;
     o->media_ranks = ith_cp_size(t->mesh);
 }
@@ -174,7 +190,43 @@ static ith_status check_whole(const ith_trainer *t, ith_error *err)
     return ITH_OK;
 }
 
-static ith_status open_data(ith_trainer *t, ith_error *err)
+/* What the ranks of a job have in common of their data. */
+typedef struct {
+    const char *cache_dir; /* NULL: no cache on disk */
+    struct {
+        char train[65], eval[65];
+    } names; /* identities; empty: not known yet */
+} shared_data;
+
+/* While one rank tokenizes the others of its machine wait: it may have all cores. */
+static ith_status open_wide_pool(const ith_trainer *t, ith_pool **out, ith_error *err)
+{
+    int threads = 0;
+    if (!ith_trainer_ranks(t) || t->config->nproc > 0 || t->config->threads > 0 ||
+        ith_env(ITH_ENV_THREADS))
+        return ITH_OK;
+    ITH_TRY(ith_pool_default_threads(&threads, err));
+    return ith_pool_create(out, threads, err);
+}
+
+static ith_status open_samples(ith_trainer *t, const shared_data *shared, bool eval, ith_pool *pool,
+                               ith_samples **out, ith_error *err)
+{
+    const char *identity = eval ? shared->names.eval : shared->names.train;
+    ith_pool *wide = NULL;
+    if (!identity[0])
+        ITH_TRY(open_wide_pool(t, &wide, err));
+    ith_samples_options o =
+        ith_samples_options_from(t->config, eval, t->tokenizer, t->chat, wide ? wide : pool);
+    o.media = t->media;
+    o.cache_dir = shared->cache_dir;
+    o.identity = identity[0] ? identity : NULL;
+    ith_status status = ith_samples_open(out, &o, err);
+    ith_pool_destroy(wide);
+    return status;
+}
+
+static ith_status open_data(ith_trainer *t, const shared_data *shared, ith_error *err)
 {
     const ith_config *c = t->config;
     if (!c->train_dataset)
@@ -184,15 +236,11 @@ static ith_status open_data(ith_trainer *t, ith_error *err)
     if (c->nproc > 0)
         ITH_TRY(ith_pool_create(&t->data_pool, (int)c->nproc, err));
     ith_pool *pool = t->data_pool ? t->data_pool : t->session.pool;
-    ith_samples_options o = ith_samples_options_from(c, false, t->tokenizer, t->chat, pool);
     ITH_TRY(open_media(t, err));
-    o.media = t->media;
-    ITH_TRY(ith_samples_open(&t->samples, &o, err));
+    ITH_TRY(open_samples(t, shared, false, pool, &t->samples, err));
     int64_t num_train = 0, num_eval = 0;
     if (c->eval_dataset) {
-        o = ith_samples_options_from(c, true, t->tokenizer, t->chat, pool);
-        o.media = t->media;
-        ITH_TRY(ith_samples_open(&t->eval_samples, &o, err));
+        ITH_TRY(open_samples(t, shared, true, pool, &t->eval_samples, err));
     } else if (c->eval_split_ratio > 0) {
         ITH_TRY(ith_samples_split(t->samples, c->eval_split_ratio, (uint64_t)c->seed,
                                   &t->train_subset, &num_train, &t->eval_subset, &num_eval, err));
@@ -543,14 +591,39 @@ static void say_whole(const ith_trainer *t, const ith_trainer_hooks *hooks)
                                                                : "");
 }
 
-/* Rank 0 first: it fills the caches on disk that the others then read. */
+/* One rank reads and tokenizes the files, the others map what it wrote: rank 0, then on machines
+ * that do not share its disk the first of each. */
+static ith_status take_turns(ith_trainer *t, shared_data *shared, ith_error *err)
+{
+    ith_comm *ranks = ith_trainer_ranks(t);
+    int64_t mine = ranks->rank == 0 ? 0 : ranks->local_rank == 0 ? 1 : 2;
+    for (int64_t turn = 0; turn < 3; turn++) {
+        ITH_TRY(ith_trainer_agree(t, turn == mine ? open_data(t, shared, err) : ITH_OK, err));
+        if (turn > 0)
+            continue;
+        if (mine == 0)
+            snprintf(shared->names.train, 65, "%s", ith_samples_identity(t->samples));
+        if (mine == 0 && t->eval_samples)
+            snprintf(shared->names.eval, 65, "%s", ith_samples_identity(t->eval_samples));
+        ITH_TRY(ith_comm_broadcast(ranks, &shared->names, sizeof shared->names, 0, err));
+    }
+    return ITH_OK;
+}
+
 static ith_status open_data_in_turn(ith_trainer *t, ith_error *err)
 {
-    if (ith_trainer_is_first(t))
-        ITH_TRY(ith_trainer_agree(t, open_data(t, err), err));
-    else
-        ITH_TRY(ith_trainer_agree(t, ITH_OK, err));
-    return ith_trainer_is_first(t) ? ITH_OK : open_data(t, err);
+    shared_data shared = {.cache_dir = t->config->data_cache_dir};
+    if (!ith_trainer_ranks(t))
+        return open_data(t, &shared, err);
+    ith_buf dir = {0};
+    ith_path_join(&dir, t->config->output_dir, "tokenized");
+    ith_status status = ith_trainer_agree(t, ith_buf_check(&dir, "output_dir", err), err);
+    if (!shared.cache_dir)
+        shared.cache_dir = dir.data;
+    if (status == ITH_OK)
+        status = take_turns(t, &shared, err);
+    ith_buf_deinit(&dir);
+    return status;
 }
 
 ith_status ith_trainer_open(ith_trainer *t, const ith_config *config, bool plan_only,
@@ -580,7 +653,7 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
         status = choose_scheme(t, err);
     ITH_TRY_OUT(ith_trainer_agree(t, status, err));
     ITH_TRY_OUT(open_links(t, err));
-    ITH_TRY_OUT(ith_trainer_agree(t, open_data_in_turn(t, err), err));
+    ITH_TRY_OUT(open_data_in_turn(t, err));
     say_mesh(t, hooks);
     ith_trainer_say(
         hooks, "data: %lld samples, %lld tokens, %lld steps per epoch, %lld steps in all",

@@ -230,6 +230,27 @@ static void test_end_token_is_trained_when_it_is_the_pad_token(void **state)
     program_run_deinit(&run);
 }
 
+/* A long answer becomes several samples instead of losing its tail. The window of packing is a key,
+ * and no other strategy has one. */
+static void test_long_rows_become_several_samples(void **state)
+{
+    (void)state;
+    static const char row[] =
+        ROW(USER("count"), BOT("one two three four five six seven eight nine ten "
+                               "eleven twelve thirteen fourteen fifteen"));
+    char *cut = shown(row, "cutoff_len=64"), *split = shown(row, "cutoff_len=64 split_long=true");
+    if (!strstr(cut, "\n1 samples, ") || strstr(cut, "fifteen<im_end>"))
+        fail_msg("the tail should be cut:\n%s", cut);
+    if (strstr(split, "\n1 samples, ") || !strstr(split, "fifteen<im_end>"))
+        fail_msg("the tail should be a sample of its own:\n%s", split);
+    ith_free(cut);
+    ith_free(split);
+    case_write("rows.jsonl", row);
+    case_expect("data @/c.yaml train_dataset=@/rows.jsonl cutoff_len=16 pack_window=9", 2,
+                "command line: pack_window: has no effect (use batching_strategy: packing)");
+    ith_free(shown(row, "batching_strategy=packing pack_window=9"));
+}
+
 /* Prompts as long as the limit leave nothing to learn: told, counted, and no success. */
 static void test_prompts_beyond_the_limit_are_counted(void **state)
 {
@@ -264,6 +285,7 @@ int main(void)
         cmocka_unit_test(test_keys_of_messages_are_read_or_told),
         cmocka_unit_test(test_answer_that_begins_with_a_line_feed),
         cmocka_unit_test(test_end_token_is_trained_when_it_is_the_pad_token),
+        cmocka_unit_test(test_long_rows_become_several_samples),
         cmocka_unit_test(test_prompts_beyond_the_limit_are_counted),
     };
     return cmocka_run_group_tests(tests, setup, case_teardown);

@@ -78,6 +78,12 @@ grep -q "attention: ulysses 4 x ring 2" "$work/hybrid.out" || { fail "hybrid: ot
 
 grep -q "documents of up to [0-9]* tokens stay whole on one rank$" "$work/whole2.out" || fail "whole2: nothing stays whole"
 
+# Tokens are made by one rank and mapped by the others; with a cache of one's own nothing lies in output_dir.
+[ "$(ls "$work/dp8/tokenized" | wc -l)" = 1 ] || fail "dp8: $(ls "$work/dp8/tokenized" | wc -l) files of tokens"
+train cached dp_size=4 "data_cache_dir=$work/cache" || fail "cached ended with $?"
+same cached
+[ "$(ls "$work/cache" | wc -l)" = 1 ] && [ ! -e "$work/cached/tokenized" ] || fail "cached: not one file, in data_cache_dir"
+
 # A checkpoint goes on with other layouts and stages: the second half has the same losses.
 for layout in "cp2 resume1 ranks=1" "cp2 resume4 cp_size=4" "cp3 resume2x2 dp_size=2 cp_size=2" "zero3 unzero ranks=1" \
     "zero3 rezero cp_size=3 zero_stage=2" "one zeroed dp_size=2 cp_size=2 zero_stage=3" "copies onecopy dp_size=2 zero_stage=3" "whole2 wholeresumed dp_size=2 cp_size=2 zero_stage=2 cp_whole_documents=always"; do

@@ -396,6 +396,101 @@ static void test_epoch_covers_every_sample_once(void **state)
     }
 }
 
+/* Rank *arg of three has rows [2k, 2k + 2) of each half of the tokens. */
+static void third_of_each_half(const void *arg, int64_t tokens, int64_t ranges[4])
+{
+    int64_t k = *(const int64_t *)arg, half = tokens / 2;
+    for (int i = 0; i < 2; i++) {
+        ranges[2 * i] = i * half + k * (half / 3);
+        ranges[2 * i + 1] = k < 2 ? ranges[2 * i] + half / 3 : i ? tokens : half;
+    }
+}
+
+/* Ranks of a group read their own rows, all of them once, and see what the whole batch has there.
+ */
+static void test_ranks_read_their_own_rows(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {5, 2, 9, 4, 6};
+    ith_samples *samples = make_samples(lengths, COUNT(lengths));
+    ith_batcher_options o = options_of(ITH_BATCHING_PADDING_FREE, 10, 5, 1);
+    ith_batcher *all = make_batcher(samples, o), *part = NULL;
+    ith_batch_step step;
+    ith_micro_batch a, b;
+    int64_t read = 0;
+    assert_true(ith_batcher_next(all, &step));
+    assert_ok(ith_batcher_fill(all, 0, &a, &err), err);
+    assert_int_equal(a.num_read, 26);
+    for (int64_t r = 0; r < 3; r++) {
+        o.cp_size = 3;
+        o.cp_rank = r;
+        o.own_rows = third_of_each_half;
+        o.own_arg = &r;
+        part = make_batcher(samples, o);
+        assert_true(ith_batcher_next(part, &step));
+        assert_ok(ith_batcher_fill(part, 0, &b, &err), err);
+        int64_t own[4];
+        third_of_each_half(&r, 26, own);
+        for (int i = 0; i < 4; i += 2) {
+            size_t bytes = (size_t)(own[i + 1] - own[i]) * 4;
+            assert_memory_equal(a.ids + own[i], b.ids + own[i], bytes);
+            assert_memory_equal(a.labels + own[i], b.labels + own[i], bytes);
+            assert_memory_equal(a.weights + own[i], b.weights + own[i], bytes);
+        }
+        assert_memory_equal(a.position_ids, b.position_ids, 26 * 4);
+        assert_memory_equal(a.cu_seqlens, b.cu_seqlens, 6 * 4);
+        assert_int_equal(b.num_read, own[1] - own[0] + own[3] - own[2]);
+        assert_int_equal(b.num_labels, a.num_labels);
+        read += b.num_read;
+        ith_batcher_destroy(part);
+    }
+    assert_int_equal(read, 26);
+    ith_batcher_destroy(all);
+    ith_samples_close(samples);
+}
+
+/* First and last half of the tokens. */
+static void half(const void *arg, int64_t tokens, int64_t ranges[4])
+{
+    int64_t k = *(const int64_t *)arg, middle = (tokens + 1) / 2;
+    ranges[0] = k ? middle : 0;
+    ranges[1] = k ? tokens : middle;
+    ranges[2] = ranges[3] = 0;
+}
+
+/* Ranks of a group have one sample and halves of its rows, groups have other samples (cases S50);
+ * the last label of the first half is the first token of the second (cases S39). */
+static void test_a_group_shares_what_others_do_not_have(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {7, 7};
+    const int32_t labels[2][7] = {{1, 2, 3, 4, 5, 6, -100}, {101, 102, 103, 104, 105, 106, -100}};
+    ith_samples *samples = make_samples(lengths, COUNT(lengths));
+    for (int64_t rank = 0; rank < 4; rank++) {
+        int64_t group = rank / 2, place = rank % 2, own[4];
+        ith_batcher_options o = options_of(ITH_BATCHING_NORMAL, 7, 1, 1);
+        o.dp_size = o.cp_size = 2;
+        o.dp_rank = group;
+        o.cp_rank = place;
+        o.own_rows = half;
+        o.own_arg = &place;
+        ith_batcher *b = make_batcher(samples, o);
+        ith_batch_step step;
+        ith_micro_batch mb;
+        assert_true(ith_batcher_next(b, &step));
+        assert_int_equal(step.num_labels, 12);
+        assert_ok(ith_batcher_fill(b, 0, &mb, &err), err);
+        assert_int_equal(mb.num_docs, 1);
+        assert_int_equal(mb.sample[0], group);
+        half(&place, 7, own);
+        assert_memory_equal(mb.labels + own[0], labels[group] + own[0],
+                            (size_t)(own[1] - own[0]) * 4);
+        assert_int_equal(mb.num_read, place ? 3 : 4);
+        ith_batcher_destroy(b);
+    }
+    ith_samples_close(samples);
+}
+
 /* A mean over a micro-batch: which samples are together is the same for any number of ranks. */
 static void test_samples_of_a_micro_batch_stay_together(void **state)
 {
@@ -872,6 +967,8 @@ int main(void)
         cmocka_unit_test(test_dynamic_carries_over_the_end_of_data),
         cmocka_unit_test(test_ranks_share_one_order),
         cmocka_unit_test(test_epoch_covers_every_sample_once),
+        cmocka_unit_test(test_ranks_read_their_own_rows),
+        cmocka_unit_test(test_a_group_shares_what_others_do_not_have),
         cmocka_unit_test(test_samples_of_a_micro_batch_stay_together),
         cmocka_unit_test(test_whole_documents_end_at_a_slice),
         cmocka_unit_test(test_ranks_have_about_as_much_work),

@@ -392,6 +392,13 @@ static void check_cache(const char *rows, const char *name)
     assert_same_samples(memory, made);
     assert_same_samples(memory, mapped);
     assert_string_equal(ith_samples_key(made), ith_samples_key(mapped));
+    /* Who knows what the data is reads none of it. */
+    put("c.jsonl", "damaged");
+    o.identity = ith_samples_identity(made);
+    ith_samples *told = open_samples(o);
+    assert_true(ith_samples_from_cache(told));
+    assert_same_samples(memory, told);
+    ith_samples_close(told);
     ith_samples_close(memory);
     ith_samples_close(made);
     ith_samples_close(mapped);
