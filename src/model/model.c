@@ -605,23 +605,71 @@ ith_status ith_model_load(ith_model *model, ith_ctx *ctx, const ith_st_reader *r
     return ith_model_load_buffers(model, ctx, reader);
 }
 
+int64_t ith_model_piece_here(const ith_model *model, ith_tensor flat, bool slice, int64_t piece,
+                             int64_t *first)
+{
+    const ith_hf_piece *p = &model->pieces[piece];
+    const ith_param *param = &model->params[p->param];
+    int64_t unused = 0;
+    *first = 0;
+    if (!is_cut(model, param, flat) && !(slice && model->shard))
+        return p->count;
+    return ith_shard_overlap(model->shard, param->first + p->first, p->count, first, &unused);
+}
+
+ith_comm *ith_model_piece_holders(const ith_model *model, ith_tensor flat, bool slice,
+                                  int64_t piece)
+{
+    const ith_hf_piece *p = &model->pieces[piece];
+    const ith_param *param = &model->params[p->param];
+    if (!model->mesh)
+        return NULL;
+    if (!is_cut(model, param, flat) && !(slice && model->shard))
+        return model->mesh->world;
+    return ith_shard_replicas(model->shard, param->first + p->first, p->count);
+}
+
+ith_tensor ith_model_whole_piece(const ith_model *model, int64_t piece)
+{
+    const ith_hf_piece *p = &model->pieces[piece];
+    const ith_param *param = &model->params[p->param];
+    ith_dtype dtype;
+    if (!is_cut(model, param, model->w))
+        return ith_tensor_1d(address_in(model, param, model->w, p->first, &dtype),
+                             ith_model_piece_dtype(model, model->w, piece), p->count);
+    const char *ends = model->ends_w.data, *at = param->w.data;
+    if (!ends || at < ends || at >= ends + ith_tensor_bytes(model->ends_w))
+        return ith_tensor_none();
+    dtype = model->ends_w.dtype;
+    return ith_tensor_1d((char *)param->w.data + p->first * ith_dtype_bytes(dtype), dtype,
+                         p->count);
+}
+
+void *ith_model_address(const ith_model *model, ith_tensor flat, int64_t piece, int64_t first)
+{
+    const ith_hf_piece *p = &model->pieces[piece];
+    const ith_param *param = &model->params[p->param];
+    ith_dtype dtype;
+    int64_t behind = 0, at = 0;
+    if (!is_cut(model, param, flat))
+        return address_in(model, param, flat, p->first + first, &dtype);
+    int64_t here =
+        ith_shard_overlap(model->shard, param->first + p->first + first, 1, &behind, &at);
+    ITH_ASSERT(here == 1 && behind == 0);
+    return (char *)flat.data + at * ith_dtype_bytes(flat.dtype);
+}
+
 ith_status ith_model_download(const ith_model *model, ith_ctx *ctx, ith_tensor flat, int64_t piece,
                               int64_t first, int64_t n, void *out)
 {
     const ith_hf_piece *p = &model->pieces[piece];
-    ITH_ASSERT(first >= 0 && n >= 0 && first + n <= p->count);
-    ith_dtype dtype = flat.dtype;
-    const char *from = NULL;
-    if (is_cut(model, &model->params[p->param], flat)) {
-        int64_t behind = 0, at = 0;
-        int64_t here = ith_shard_overlap(
-            model->shard, model->params[p->param].first + p->first + first, n, &behind, &at);
-        ITH_ASSERT(here == n && behind == 0);
-        from = (const char *)flat.data + at * ith_dtype_bytes(dtype);
-    } else {
-        from = address_in(model, &model->params[p->param], flat, p->first + first, &dtype);
-    }
-    ITH_TRY(ctx->device->download(ctx->device, out, from, n * ith_dtype_bytes(dtype), ctx->err));
+    int64_t begin = 0, here = ith_model_piece_here(model, flat, false, piece, &begin);
+    ITH_ASSERT(first >= begin && n >= 0 && first + n <= begin + here && here <= p->count);
+    if (n == 0)
+        return ITH_OK;
+    const void *from = ith_model_address(model, flat, piece, first);
+    int64_t size = ith_dtype_bytes(ith_model_piece_dtype(model, flat, piece));
+    ITH_TRY(ctx->device->download(ctx->device, out, from, n * size, ctx->err));
     return ctx->device->sync(ctx->device, ctx->err);
 }
 

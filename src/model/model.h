@@ -297,6 +297,17 @@ ith_status ith_model_place_sharded(ith_model *model, ith_ctx *ctx, bool training
 /* When all ranks write a buffer together: this rank's part of piece i, elements [*first, *first +
  * n) of it; returns n. Every element is in the part of one rank, which has it. */
 int64_t ith_model_own_part(const ith_model *model, int64_t piece, int64_t *first);
+/* What this rank has of piece i in a buffer, copies included: elements [*first, *first + n);
+ * returns n. slice: of a whole buffer, only the slice that the shard gives this rank. */
+int64_t ith_model_piece_here(const ith_model *model, ith_tensor flat, bool slice, int64_t piece,
+                             int64_t *first);
+/* The ranks that have the same of it; NULL: this one alone. */
+ith_comm *ith_model_piece_holders(const ith_model *model, ith_tensor flat, bool slice,
+                                  int64_t piece);
+/* The weights of piece i, [count], where they are whole on this rank; else absent. */
+ith_tensor ith_model_whole_piece(const ith_model *model, int64_t piece);
+/* Element `first` of piece i in a buffer, which this rank has. */
+void *ith_model_address(const ith_model *model, ith_tensor flat, int64_t piece, int64_t first);
 
 /* Type of a piece in a flat buffer: f32 parameters of model->w lie in model->w_f32. */
 ith_dtype ith_model_piece_dtype(const ith_model *model, ith_tensor flat, int64_t piece);

@@ -194,3 +194,8 @@ bool ith_shard_writes(const ith_shard *s, int64_t first, int64_t n)
 {
     return !ith_shard_is_copy(s, block_of(s, first, n));
 }
+
+ith_comm *ith_shard_replicas(const ith_shard *s, int64_t first, int64_t n)
+{
+    return s->chunk[block_of(s, first, n)] ? NULL : s->mesh->replicas;
+}

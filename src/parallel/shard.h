@@ -59,4 +59,7 @@ int64_t ith_shard_overlap(const ith_shard *shard, int64_t first, int64_t n, int6
 /* Of a range within one block: no lower rank has this rank's part of it, too. */
 bool ith_shard_writes(const ith_shard *shard, int64_t first, int64_t n);
 
+/* Of a range within one block: the ranks that have the same part of it; NULL: this one alone. */
+ith_comm *ith_shard_replicas(const ith_shard *shard, int64_t first, int64_t n);
+
 #endif

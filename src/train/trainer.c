@@ -21,8 +21,9 @@ typedef struct {
     ith_run_position at;
     double matmul_rate; /* FLOP/s; NaN unknown */
     double start_s;
-    int64_t save_steps; /* 0: only at the end */
-    int64_t num_micro;  /* with tokens, of the running step, over all ranks: for diffusion */
+    int64_t save_steps;    /* 0: only at the end */
+    int64_t num_micro;     /* with tokens, of the running step, over all ranks: for diffusion */
+    ith_verifier verifier; /* of `verify: true` */
     ith_run_result result;
 } run;
 
@@ -229,8 +230,12 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
                         (long long)r->at.step + 1);
     if (t->noiser && t->noise.per_micro_batch) /* the batches' weights are means already */
         weight_sum = 1;
+    if (c->verify)
+        ITH_TRY(ith_verify_begin(&r->verifier, err));
     ith_step_begin(t->step, weight_sum);
     ITH_TRY(micro_batches(r, bs, &done, err));
+    if (c->verify)
+        ITH_TRY(ith_verify_backward(&r->verifier, err));
     if (t->mesh)
         ITH_TRY(alone(t, sum_over(t->mesh->world, &done, err)));
     u->tokens += (int64_t)done.tokens;
@@ -241,11 +246,10 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
     ith_step_stats stats;
     ITH_TRY(alone(t, ith_step_reduce(t->step)));
     if (c->verify)
-        ITH_TRY(ith_trainer_agree(t, ith_verify_gradients(t, r->result.steps == 0, r->hooks, err),
-                                  err));
+        ITH_TRY(ith_verify_reduce(&r->verifier, r->result.steps == 0, err));
     ITH_TRY(alone(t, ith_step_end(t->step, h, &stats)));
     if (c->verify)
-        ITH_TRY(ith_trainer_agree(t, ith_verify_update(t, err), err));
+        ITH_TRY(ith_verify_update(&r->verifier, err));
     u->seconds += now_s() - t0;
     u->steps++;
     u->loss_sum += stats.loss;
@@ -431,8 +435,11 @@ ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_r
         status = ith_run_report_open(&r.report, c->output_dir, r.at.step,
                                      c->report_to & ITH_REPORT_TENSORBOARD, err);
     ITH_TRY(ith_trainer_agree(t, status, err));
+    if (c->verify)
+        ITH_TRY(ith_verifier_open(&r.verifier, t, hooks, err));
     r.start_s = now_s();
     status = loop(&r, err);
+    ith_verifier_close(&r.verifier);
     if (status == ITH_OK && r.at.step == 0)
         status = ith_fail(err, ITH_ERR_RUN, "no optimizer step was done");
     if (status == ITH_OK && !r.result.stopped) {

@@ -450,11 +450,6 @@ static ith_status check_mesh(const ith_trainer *t, ith_error *err)
     if (t->hf.num_experts % t->layout.ep_size != 0)
         return ith_config_fail(t->config, ep_key, err, "%lld does not divide num_experts %lld",
                                (long long)t->layout.ep_size, (long long)t->hf.num_experts);
-    if (t->mesh && t->config->verify && ith_config_zero_stage(t->config) > 0)
-        return ith_config_fail(t->config, "verify", err,
-                               "true reads whole buffers, zero_stage %d cuts them (use zero_stage "
-                               "0, or false)",
-                               ith_config_zero_stage(t->config));
     return ITH_OK;
 }
 

@@ -53,23 +53,30 @@ static void test_verify_of_a_step(void **state)
         small_run r;
         small_open(&r, &small_dense, types[d], 2, &c);
         ith_trainer t = trainer_of(&r);
+        ith_verifier v;
+        assert_ok(ith_verifier_open(&v, &t, &hooks, &r.err), r.err);
         const ith_param *o = ith_layer_param(r.model, 1, ITH_P_O);
         news[0] = '\0';
+        assert_ok(ith_verify_begin(&v, &r.err), r.err);
         ith_step_begin(r.step, b.weight_sum);
         assert_ok(ith_step_micro(r.step, &b), r.err);
-        assert_ok(ith_verify_gradients(&t, true, &hooks, &r.err), r.err);
+        assert_ok(ith_verify_backward(&v, &r.err), r.err);
+        assert_string_equal(news, "");
+        assert_ok(ith_verify_reduce(&v, true, &r.err), r.err);
         assert_news("all 36 tensors got a gradient");
         /* a tensor without a gradient, and one that is not a number */
         news[0] = '\0';
         for (int64_t i = 0; i < o->shape[0] * o->shape[1]; i++)
             poke(&r, r.model->grad, o->first + i, 0.0f);
         poke(&r, r.model->grad, r.model->params[r.model->final_norm].first + 2, INFINITY);
-        assert_ok(ith_verify_gradients(&t, true, &hooks, &r.err), r.err);
+        assert_ok(ith_verify_backward(&v, &r.err), r.err);
+        assert_news("verify: backward: gradient of model.norm.weight: element 2 is inf");
+        assert_ok(ith_verify_reduce(&v, true, &r.err), r.err);
         assert_news("1 tensors got no gradient in the first step: model.layers.1.self_attn.o_proj");
-        assert_news("gradient of model.norm.weight: element 2 is inf");
+        assert_news("verify: reduce: gradient of model.norm.weight: element 2 is inf");
         assert_ok(ith_step_end(r.step, h, &stats), r.err);
         assert_true(stats.skipped);
-        assert_ok(ith_verify_update(&t, &r.err), r.err);
+        assert_ok(ith_verify_update(&v, &r.err), r.err);
         /* the check spoils the gradients, and the next step writes every one anew */
         float *grad = small_floats(&r, r.model->grad);
         assert_true(isnan(grad[o->first + 7]));
@@ -78,13 +85,18 @@ static void test_verify_of_a_step(void **state)
         ith_step_begin(r.step, b.weight_sum);
         assert_ok(ith_step_micro(r.step, &b), r.err);
         assert_ok(ith_step_reduce(r.step), r.err);
-        assert_ok(ith_verify_gradients(&t, true, &hooks, &r.err), r.err);
+        assert_ok(ith_verify_reduce(&v, true, &r.err), r.err);
         assert_string_equal(news, "verify: all 36 tensors got a gradient in the first step\n");
         if (types[d] == ITH_BF16) {
             poke(&r, r.step->master, o->first + 9, 3.0f);
-            assert_fails(ith_verify_update(&t, &r.err), r.err, ITH_ERR_RUN,
-                         "model.layers.1.self_attn.o_proj.weight: element 9");
+            assert_fails(ith_verify_update(&v, &r.err), r.err, ITH_ERR_RUN,
+                         "verify: update: model.layers.1.self_attn.o_proj.weight: element 9");
         }
+        /* what changes between two steps */
+        poke(&r, r.step->m, o->first + 3, 5.0f);
+        assert_fails(ith_verify_begin(&v, &r.err), r.err, ITH_ERR_RUN,
+                     "verify: begin: model.layers.1.self_attn.o_proj.weight: ");
+        ith_verifier_close(&v);
         small_close(&r);
         small_batch_free(&b);
     }
