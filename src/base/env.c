@@ -32,6 +32,8 @@ const ith_env_row ith_env_table[ITH_ENV_COUNT] = {
                             "path of the MPI plug-in, instead of the search beside the program"},
     [ITH_ENV_LINKS] = {"ITH_LINKS", "the first that works",
                        "how GPUs exchange: peer (copies between GPUs of one machine) or nccl"},
+    [ITH_ENV_MEETING_TIMEOUT] = {"ITH_MEETING_TIMEOUT", "300",
+                                 "seconds that ranks over TCP wait for each other at the start"},
 };
 
 const char *ith_env(ith_env_id id)

@@ -15,6 +15,7 @@ typedef enum {
     ITH_ENV_CUDA_PLUGIN,
     ITH_ENV_MPI_PLUGIN,
     ITH_ENV_LINKS,
+    ITH_ENV_MEETING_TIMEOUT,
     ITH_ENV_COUNT
 } ith_env_id;
 

@@ -18,7 +18,7 @@
 
 #define MAX_OPTIONS 16
 #define NOT_STARTED 127
-#define GRACE_S 20 /* for the other ranks, when one has failed */
+#define GRACE_S 10 /* for the other ranks, when one has failed */
 
 static volatile sig_atomic_t target; /* of kill: a process, or less a group of them; 0: none */
 
@@ -96,7 +96,7 @@ static void set_number(const char *name, int64_t value)
 }
 
 /* All in one process group of their own, named by the first. */
-static ith_status start_ranks(int64_t ranks, char *const *argv, pid_t *group, ith_error *err)
+static ith_status start_ranks(int64_t ranks, char *const *argv, pid_t *pids, ith_error *err)
 {
     int64_t port = 0;
     ITH_TRY(free_port(&port, err));
@@ -105,39 +105,42 @@ static ith_status start_ranks(int64_t ranks, char *const *argv, pid_t *group, it
     set_number("WORLD_SIZE", ranks);
     set_number("LOCAL_WORLD_SIZE", ranks);
     fflush(NULL);
-    *group = 0;
     for (int64_t r = 0; r < ranks; r++) {
         set_number("RANK", r);
         set_number("LOCAL_RANK", r);
         pid_t pid = fork();
         if (pid < 0) {
             int code = errno;
-            if (*group)
-                kill(-*group, SIGKILL);
+            if (r > 0)
+                kill(-pids[0], SIGKILL);
             return ith_fail(err, ITH_ERR_RUN, "cannot start process %lld of %lld: %s",
                             (long long)r + 1, (long long)ranks, strerror(code));
         }
         if (pid == 0) {
-            setpgid(0, *group);
+            setpgid(0, r > 0 ? pids[0] : 0);
             execv(argv[0], argv);
             _exit(NOT_STARTED);
         }
-        *group = *group ? *group : pid;
-        setpgid(pid, *group);
+        pids[r] = pid;
+        setpgid(pid, pids[0]);
     }
     return ITH_OK;
 }
 
-/* Exit code of rank 0; of another one when that is 0 or was killed. */
-static int wait_ranks(int64_t ranks, pid_t group)
+/* Exit code of rank 0; of another one when that is 0 or was killed. A rank that a signal ended
+ * before the others could miss it says nothing, nor do they: it is an error here. */
+static ith_status wait_ranks(int64_t ranks, const pid_t *pids, int *code, ith_error *err)
 {
-    int code = 0, state = 0;
+    int state = 0, first_signal = 0;
+    int64_t lost = -1;
+    bool told = false; /* a rank ended with an exit code of its own */
     time_t failed_at = 0;
+    *code = 0;
     for (int64_t left = ranks; left > 0;) {
-        pid_t pid = waitpid(-group, &state, code ? WNOHANG : 0);
+        pid_t pid = waitpid(-pids[0], &state, *code ? WNOHANG : 0);
         if (pid == 0) {
             if (time(NULL) - failed_at > GRACE_S)
-                kill(-group, SIGKILL);
+                kill(-pids[0], SIGKILL);
             nanosleep(&(struct timespec){0, 50000000}, NULL);
             continue;
         }
@@ -147,21 +150,33 @@ static int wait_ranks(int64_t ranks, pid_t group)
             break;
         left--;
         int own = WIFEXITED(state) ? WEXITSTATUS(state) : 1;
-        if (own && !code)
+        told |= WIFEXITED(state) && own;
+        if (own && !*code)
             failed_at = time(NULL);
-        code = own && (!code || (pid == group && WIFEXITED(state))) ? own : code;
+        for (int64_t r = 0; r < ranks && !*code; r++)
+            if (pids[r] == pid && WIFSIGNALED(state)) {
+                lost = r;
+                first_signal = WTERMSIG(state);
+            }
+        *code = own && (!*code || (pid == pids[0] && WIFEXITED(state))) ? own : *code;
     }
-    return code;
+    return told || lost < 0 ? ITH_OK
+                            : ith_fail(err, ITH_ERR_RUN, "rank %lld: ended by signal %d (%s)",
+                                       (long long)lost, first_signal, strsignal(first_signal));
 }
 
 static ith_status run_ranks(int64_t ranks, char *const *argv, int *code, ith_error *err)
 {
-    pid_t group = 0;
-    ITH_TRY(start_ranks(ranks, argv, &group, err));
-    target = -group;
-    install();
-    *code = wait_ranks(ranks, group);
-    return ITH_OK;
+    pid_t *pids = NULL;
+    ITH_TRY(ith_alloc_zero((void **)&pids, ranks, sizeof *pids, "ranks", err));
+    ith_status status = start_ranks(ranks, argv, pids, err);
+    if (status == ITH_OK) {
+        target = -pids[0];
+        install();
+        status = wait_ranks(ranks, pids, code, err);
+    }
+    ith_free(pids);
+    return status;
 }
 
 ith_status ith_launch_ranks(int64_t ranks, const char *command, const char *const *arguments,

@@ -63,6 +63,28 @@ void ith_comm_set_scratch(ith_comm *comm, void *memory, int64_t bytes)
     comm->scratch_bytes = bytes;
 }
 
+/* Where ranks cannot talk, the lowest one speaks first, and its abort ends the others. */
+#define TURN_NANOS 200000000
+#define MAX_TURNS 10
+
+bool ith_comm_last_words(ith_comm *world, ith_error *err)
+{
+    if (world->size == 1)
+        return true;
+    if (world->driver->last_words)
+        return world->driver->last_words(world, err);
+    char own[sizeof err->text];
+    snprintf(own, sizeof own, "%s", err->text);
+    ith_status status = err->status;
+    for (int64_t i = 0; i < ith_min_i64(world->rank, MAX_TURNS); i++) {
+        struct timespec turn = {0, TURN_NANOS};
+        nanosleep(&turn, NULL);
+    }
+    ith_error_clear(err);
+    (void)ith_fail(err, status, "rank %lld: %s", (long long)world->rank, own);
+    return true;
+}
+
 void ith_comm_abort(ith_comm *comm, int exit_code)
 {
     if (comm)
@@ -86,6 +108,7 @@ ith_status ith_comm_exchange(ith_comm *comm, const ith_exchange *x, ith_error *e
     comm->exchanges++;
     double t0 = now_s();
     ith_status status = comm->driver->exchange(comm, x, err);
+    comm->broken |= status != ITH_OK;
     comm->seconds += now_s() - t0;
     return status;
 }
@@ -99,6 +122,7 @@ ith_status ith_comm_exchange_rows(ith_comm *comm, const ith_strided *send, const
     comm->exchanges++;
     double t0 = now_s();
     ith_status status = comm->driver->exchange_rows(comm, send, recv, pieces, err);
+    comm->broken |= status != ITH_OK;
     comm->seconds += now_s() - t0;
     return status;
 }

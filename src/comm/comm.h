@@ -38,6 +38,9 @@ typedef struct {
     /* NULL: none of its groups takes rows. */
     ith_status (*exchange_rows)(ith_comm *comm, const ith_strided *send, const ith_strided *recv,
                                 int64_t pieces, ith_error *err);
+    /* Of a world, see ith_comm_last_words. NULL: ranks cannot talk any more, the lowest is first.
+     */
+    bool (*last_words)(ith_comm *comm, ith_error *err);
 } ith_comm_driver;
 
 struct ith_comm {
@@ -46,6 +49,7 @@ struct ith_comm {
     int64_t rank, size;
     int64_t local_rank, local_size; /* among the ranks of this machine; world only */
     double timeout_s;               /* of a rank that does not answer */
+    bool broken;                    /* an exchange failed: there will be no other */
     /* since open, for reports and tests */
     int64_t bytes_sent; /* to other ranks */
     int64_t exchanges;
@@ -71,6 +75,11 @@ void ith_comm_close(ith_comm *comm); /* NULL is fine */
 /* For a failure between fixed points, where the others cannot be asked: ends the whole job. The
  * caller ends this process, if it is still there. */
 void ith_comm_abort(ith_comm *comm, int exit_code);
+
+/* Before it, of a world: err is this rank's failure. The ranks that are still there tell each other
+ * theirs, for a few seconds at most; err becomes the one to tell: the first cause before those who
+ * only missed a rank, then that of the lowest rank. True on the one rank that tells it. */
+bool ith_comm_last_words(ith_comm *world, ith_error *err);
 
 typedef enum { ITH_REDUCE_SUM, ITH_REDUCE_MAX } ith_reduce;
 

@@ -100,8 +100,8 @@ static ith_status check_devices(ith_comm *host, ith_device *device, ith_error *e
 }
 
 static const ith_comm_driver driver = {
-    "device",     device_exchange, device_split,        device_close,
-    device_abort, device_add,      device_exchange_rows};
+    "device",     device_exchange, device_split,         device_close,
+    device_abort, device_add,      device_exchange_rows, NULL};
 
 /* Opens s->group by one way, on all ranks or on none. */
 static ith_status open_by(device_state *s, const ith_device_way *way, bool last, bool beside,

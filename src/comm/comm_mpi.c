@@ -62,9 +62,8 @@ static ith_status wait_all(ith_comm *comm, int count, ith_error *err)
         start = start > 0 ? start : now;
         if (comm->timeout_s > 0 && now - start > comm->timeout_s)
             return ith_fail(err, ITH_ERR_RUN,
-                            "rank %lld of %lld: another rank does not answer since %.0f s "
-                            "(dist_timeout)",
-                            (long long)comm->rank, (long long)comm->size, comm->timeout_s);
+                            "another rank does not answer since %.0f s (dist_timeout)",
+                            comm->timeout_s);
     }
 }
 
@@ -174,7 +173,7 @@ static void mpi_abort(ith_comm *comm, int exit_code)
 }
 
 static const ith_comm_driver driver = {"mpi",     mpi_exchange, mpi_split, mpi_close,
-                                       mpi_abort, NULL,         NULL};
+                                       mpi_abort, NULL,         NULL,      NULL};
 
 static void find_local(ith_comm *comm)
 {

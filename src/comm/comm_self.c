@@ -47,7 +47,7 @@ static void self_abort(ith_comm *comm, int exit_code)
 }
 
 const ith_comm_driver ith_comm_driver_self = {"self",     self_exchange, self_split, self_close,
-                                              self_abort, NULL,          NULL};
+                                              self_abort, NULL,          NULL,       NULL};
 
 ith_status ith_comm_open_self(ith_comm **out, ith_error *err)
 {

@@ -2,6 +2,8 @@
  * WORLD_SIZE, MASTER_ADDR, MASTER_PORT), with no MPI.
  * Meeting: rank 0 listens at the master address; every other rank tells it who it is and where it
  * listens, gets the table of all, connects to the ranks below it and is called by those above.
+ * A second socket between two ranks is for last words: who fails says why on it, and hears why
+ * others did, so that one rank tells the cause.
  * Invariants: 1. one socket between two ranks serves all groups that both are in: ranks make their
  * calls in the same order, so the bytes of a pair stay in order. 2. Waiting ends: with the timeout
  * (of the group, or MEETING_S while ranks meet), or when the other side is gone. */
@@ -21,9 +23,11 @@
 #include <unistd.h>
 
 #include "base/checked.h"
+#include "base/env.h"
 #include "base/mem.h"
 
-#define MEETING_S 300.0
+#define MEETING_S 300.0      /* ITH_MEETING_TIMEOUT */
+#define LAST_WORDS_S 3.0     /* for the failures of other ranks */
 #define RETRY_NANOS 50000000 /* between two attempts to reach rank 0 */
 #define POLL_MS 1000
 #define MAGIC 0x3170637468746921LL
@@ -31,14 +35,24 @@
 /* What a rank says of itself when it connects; the table of all is made of these. */
 typedef struct {
     int64_t magic, rank, size;
-    int64_t port; /* where it listens */
+    int64_t channel; /* 0: exchanges; 1: last words */
+    int64_t port;    /* where it listens */
     struct sockaddr_storage address;
     int64_t address_bytes;
     char host[64];
 } greeting;
 
+/* What a rank says when it fails. */
+typedef enum { CAUSE_OWN, CAUSE_SILENCE, CAUSE_LOSS } cause;
 typedef struct {
-    int *sockets;             /* [world size], of the world's state; the own one is -1 */
+    int64_t rank, status, cause;
+    char text[sizeof((ith_error *)0)->text];
+} last_words;
+
+typedef struct {
+    int *sockets; /* [2 * world size], of the world's state: of exchanges, then of last words; the
+                     own ones are -1 */
+    cause *cause; /* of the world's state: what a failure of an exchange means */
     int64_t *members;         /* [size] world ranks of the group */
     int64_t *sent, *received; /* [size] of the running exchange */
     struct pollfd *polls;     /* [size] */
@@ -74,7 +88,7 @@ static ith_status await(int fd, short events, double end, const char *what, ith_
         if (n < 0 && errno != EINTR)
             return ith_fail(err, ITH_ERR_IO, "%s: %s", what, strerror(errno));
         if (now_s() > end)
-            return ith_fail(err, ITH_ERR_RUN, "%s: no answer after %.0f s", what, MEETING_S);
+            return ith_fail(err, ITH_ERR_RUN, "%s: no answer in time (ITH_MEETING_TIMEOUT)", what);
     }
 }
 
@@ -133,8 +147,8 @@ static ith_status call(const struct sockaddr *to, socklen_t len, double end, con
         int code = errno;
         close(fd);
         if (now_s() > end)
-            return ith_fail(err, ITH_ERR_RUN, "%s: %s after %.0f s", what, strerror(code),
-                            MEETING_S);
+            return ith_fail(err, ITH_ERR_RUN, "%s: %s, until the end (ITH_MEETING_TIMEOUT)", what,
+                            strerror(code));
         struct timespec nap = {0, RETRY_NANOS};
         nanosleep(&nap, NULL);
     }
@@ -148,9 +162,20 @@ typedef struct {
     struct addrinfo *master;
     int listener;
     greeting *all; /* [size] */
-    int *sockets;
-    double end;
+    int *sockets;  /* [2 * size] */
+    double seconds, end;
 } meeting;
+
+static ith_status meeting_seconds(double *out, ith_error *err)
+{
+    const char *text = ith_env(ITH_ENV_MEETING_TIMEOUT);
+    char *end = NULL;
+    *out = text ? strtod(text, &end) : MEETING_S;
+    if (text && (*end || !(*out > 0)))
+        return ith_fail(err, ITH_ERR_USAGE, "ITH_MEETING_TIMEOUT: found %s (use seconds, above 0)",
+                        text);
+    return ITH_OK;
+}
 
 static ith_status check_greeting(const meeting *m, const greeting *g, ith_error *err)
 {
@@ -162,7 +187,8 @@ static ith_status check_greeting(const meeting *m, const greeting *g, ith_error 
         return ith_fail(err, ITH_ERR_USAGE,
                         "RANK: rank %lld of %lld called, this job has WORLD_SIZE=%lld",
                         (long long)g->rank, (long long)g->size, (long long)m->size);
-    if (m->sockets[g->rank] >= 0 || g->rank == m->rank)
+    if (g->channel < 0 || g->channel > 1 || m->sockets[g->channel * m->size + g->rank] >= 0 ||
+        g->rank == m->rank)
         return ith_fail(err, ITH_ERR_USAGE, "RANK: two processes are rank %lld",
                         (long long)g->rank);
     return ITH_OK;
@@ -191,7 +217,7 @@ static ith_status accept_one(meeting *m, ith_error *err)
     g.address = from;
     g.address_bytes = len;
     m->all[g.rank] = g;
-    m->sockets[g.rank] = fd;
+    m->sockets[g.channel * m->size + g.rank] = fd;
     return ITH_OK;
 }
 
@@ -200,9 +226,14 @@ static ith_status call_rank(meeting *m, int64_t rank, const struct sockaddr *to,
 {
     char what[64];
     snprintf(what, sizeof what, "rank %lld", (long long)rank);
-    ITH_TRY(call(to, len, m->end, what, &m->sockets[rank], err));
-    ITH_TRY(tune(m->sockets[rank], err));
-    return transfer(m->sockets[rank], &m->all[m->rank], sizeof *m->all, true, m->end, what, err);
+    for (int64_t channel = 0; channel < 2; channel++) {
+        int *fd = &m->sockets[channel * m->size + rank];
+        m->all[m->rank].channel = channel;
+        ITH_TRY(call(to, len, m->end, what, fd, err));
+        ITH_TRY(tune(*fd, err));
+        ITH_TRY(transfer(*fd, &m->all[m->rank], sizeof *m->all, true, m->end, what, err));
+    }
+    return ITH_OK;
 }
 
 static ith_status meet(meeting *m, ith_error *err)
@@ -214,7 +245,7 @@ static ith_status meet(meeting *m, ith_error *err)
     (void)gethostname(own->host, sizeof own->host - 1);
     if (m->rank == 0) {
         ITH_TRY(listen_at(family, strtol(m->port, NULL, 10), &m->listener, &port, err));
-        for (int64_t i = 1; i < m->size; i++)
+        for (int64_t i = 0; i < 2 * (m->size - 1); i++)
             ITH_TRY(accept_one(m, err));
         for (int64_t i = 1; i < m->size; i++)
             ITH_TRY(transfer(m->sockets[i], m->all, m->size * (int64_t)sizeof *m->all, true, m->end,
@@ -234,7 +265,7 @@ static ith_status meet(meeting *m, ith_error *err)
             ((struct sockaddr_in *)(void *)&to)->sin_port = at;
         ITH_TRY(call_rank(m, i, (struct sockaddr *)&to, (socklen_t)m->all[i].address_bytes, err));
     }
-    for (int64_t i = m->rank + 1; i < m->size; i++)
+    for (int64_t i = 0; i < 2 * (m->size - 1 - m->rank); i++)
         ITH_TRY(accept_one(m, err));
     return ITH_OK;
 }
@@ -262,6 +293,7 @@ out:
 static ith_status gone(const ith_comm *comm, int64_t j, ith_error *err)
 {
     const tcp_state *s = comm->state;
+    *s->cause = CAUSE_LOSS;
     return ith_fail(err, ITH_ERR_RUN, "rank %lld has left the job", (long long)s->members[j]);
 }
 
@@ -272,6 +304,7 @@ static ith_status no_answer(const ith_comm *comm, const ith_exchange *x, ith_err
     while (j + 1 < comm->size && (j == comm->rank || (s->sent[j] == x->send_bytes[j] &&
                                                       s->received[j] == x->recv_bytes[j])))
         j++;
+    *s->cause = CAUSE_SILENCE;
     return ith_fail(err, ITH_ERR_RUN, "rank %lld does not answer since %.0f s (dist_timeout)",
                     (long long)s->members[j], comm->timeout_s);
 }
@@ -353,6 +386,7 @@ static ith_status tcp_split(ith_comm *comm, int64_t color, void **state, int64_t
     ITH_TRY_OUT(ith_comm_all_gather(comm, colors, &color, sizeof color, err));
     ITH_TRY_OUT(make_state(&made, comm->size, err));
     made->sockets = s->sockets;
+    made->cause = s->cause;
     for (int64_t j = 0; j < comm->size; j++) {
         if (colors[j] != color)
             continue;
@@ -379,8 +413,9 @@ static void tcp_close(ith_comm *comm)
 {
     tcp_state *s = comm->state;
     if (s->is_world) {
-        close_sockets(s->sockets, comm->size);
+        close_sockets(s->sockets, 2 * comm->size);
         ith_free(s->sockets);
+        ith_free(s->cause);
     }
     ith_free(s->members);
     ith_free(s->polls);
@@ -397,8 +432,61 @@ static void tcp_abort(ith_comm *comm, int exit_code)
             shutdown(s->sockets[s->members[j]], SHUT_RDWR);
 }
 
+/* ---- last words ---- */
+
+/* The one of two failures that explains more. */
+static const last_words *better(const last_words *a, const last_words *b)
+{
+    if (a->cause != b->cause)
+        return a->cause < b->cause ? a : b;
+    return a->rank < b->rank ? a : b;
+}
+
+/* All of one rank's words, or none: it is gone, or says nothing until `end`. */
+static bool hear(int fd, double end, last_words *out)
+{
+    char *to = (char *)out;
+    for (size_t done = 0; done < sizeof *out;) {
+        struct pollfd p = {.fd = fd, .events = POLLIN};
+        double left = end - now_s();
+        if (left <= 0 || poll(&p, 1, (int)(1e3 * left) + 1) == 0)
+            return false;
+        ssize_t n = recv(fd, to + done, sizeof *out - done, 0);
+        if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR))
+            return false;
+        done += n > 0 ? (size_t)n : 0;
+    }
+    return true;
+}
+
+static bool tcp_last_words(ith_comm *comm, ith_error *err)
+{
+    tcp_state *s = comm->state;
+    const int *channel = s->sockets + comm->size;
+    last_words own = {comm->rank, err->status, *s->cause, ""}, told = own;
+    int64_t speaker = comm->rank;
+    double end = now_s() + LAST_WORDS_S;
+    snprintf(own.text, sizeof own.text, "%s", err->text);
+    told = own;
+    for (int64_t j = 0; j < comm->size; j++) /* small: it fits what the kernel keeps */
+        if (j != comm->rank)
+            (void)!send(channel[j], &own, sizeof own, MSG_NOSIGNAL);
+    comm->driver->abort(comm, 1); /* who waits for this rank hears of it */
+    for (int64_t j = 0; j < comm->size; j++) {
+        last_words theirs;
+        if (j == comm->rank || !hear(channel[j], end, &theirs))
+            continue;
+        theirs.text[sizeof theirs.text - 1] = '\0';
+        speaker = ith_min_i64(speaker, j);
+        told = *better(&told, &theirs);
+    }
+    ith_error_clear(err);
+    (void)ith_fail(err, (ith_status)told.status, "rank %lld: %s", (long long)told.rank, told.text);
+    return speaker == comm->rank;
+}
+
 static const ith_comm_driver driver = {"tcp",     tcp_exchange, tcp_split, tcp_close,
-                                       tcp_abort, NULL,         NULL};
+                                       tcp_abort, NULL,         NULL,      tcp_last_words};
 
 static ith_status find_master(meeting *m, ith_error *err)
 {
@@ -413,17 +501,16 @@ static ith_status find_master(meeting *m, ith_error *err)
 ith_status ith_comm_open_tcp(ith_comm **out, int64_t rank, int64_t size, const char *address,
                              const char *port, ith_error *err)
 {
-    meeting m = {.rank = rank,
-                 .size = size,
-                 .address = address,
-                 .port = port,
-                 .listener = -1,
-                 .end = now_s() + MEETING_S};
+    meeting m = {.rank = rank, .size = size, .address = address, .port = port, .listener = -1};
     tcp_state *s = NULL;
+    cause *cause_of = NULL;
     ith_comm *comm = NULL;
     ith_status status = ITH_OK;
-    ITH_TRY_OUT(ith_alloc_zero((void **)&m.sockets, size, sizeof *m.sockets, "ranks", err));
-    for (int64_t j = 0; j < size; j++)
+    ITH_TRY_OUT(meeting_seconds(&m.seconds, err));
+    m.end = now_s() + m.seconds;
+    ITH_TRY_OUT(ith_alloc_zero((void **)&cause_of, 1, sizeof *cause_of, "ranks", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&m.sockets, 2 * size, sizeof *m.sockets, "ranks", err));
+    for (int64_t j = 0; j < 2 * size; j++)
         m.sockets[j] = -1;
     ITH_TRY_OUT(ith_alloc_zero((void **)&m.all, size, sizeof *m.all, "ranks", err));
     ITH_TRY_OUT(find_master(&m, err));
@@ -432,7 +519,9 @@ ith_status ith_comm_open_tcp(ith_comm **out, int64_t rank, int64_t size, const c
     ITH_TRY_OUT(ith_comm_wrap(&comm, &driver, s, rank, size, 0, err));
     s->is_world = true;
     s->sockets = m.sockets;
+    s->cause = cause_of;
     m.sockets = NULL;
+    cause_of = NULL;
     comm->local_rank = comm->local_size = 0;
     for (int64_t j = 0; j < size; j++) {
         bool near = strcmp(m.all[j].host, m.all[rank].host) == 0;
@@ -447,9 +536,10 @@ out:
     if (m.master)
         freeaddrinfo(m.master);
     if (m.sockets) {
-        close_sockets(m.sockets, size);
+        close_sockets(m.sockets, 2 * size);
         ith_free(m.sockets);
     }
+    ith_free(cause_of);
     if (s && !comm) {
         ith_free(s->members);
         ith_free(s->polls);

@@ -5,7 +5,8 @@
 #include "comm/comm.h"
 
 /* Rank `rank` of `size`; rank 0 listens at address:port, the others call it there (and try again
- * for five minutes). Buffers go through the kernel: for CPUs, and for what GPUs agree on. */
+ * for five minutes, or ITH_MEETING_TIMEOUT). Buffers go through the kernel: for CPUs, and for what
+ * GPUs agree on. */
 ith_status ith_comm_open_tcp(ith_comm **out, int64_t rank, int64_t size, const char *address,
                              const char *port, ith_error *err);
 

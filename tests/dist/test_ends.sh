@@ -1,0 +1,116 @@
+#!/bin/sh
+# How jobs end when a rank fails: one line in all, of the first cause, within seconds; and what `verify: true` finds.
+#     test_ends.sh ITHACA WORK_DIR
+set -u
+ithaca=$1 work=$2 start=$(cd "$(dirname "$0")" && pwd)/start_ranks.sh
+rm -rf "$work" && mkdir -p "$work" || exit 1
+failures=0
+fail() { echo "FAIL: $*"; failures=$((failures + 1)); }
+i=0
+while [ $i -lt 16 ]; do
+    printf '{"messages": [{"role": "user", "content": "Who steers ship %d?"}, {"role": "assistant", "content": "Pilot %d does."}]}\n' \
+        $i $((i * 5))
+    i=$((i + 1))
+done >"$work/data.jsonl"
+"$ithaca" init "$work/model" -s tiny --learn "$work/data.jsonl" --vocab-size 300 >/dev/null 2>&1 || { echo "init failed"; exit 1; }
+cat >"$work/run.yaml" <<END
+model: $work/model
+train_dataset: $work/data.jsonl
+micro_batch_size: 1
+global_batch_size: 8
+cutoff_len: 128
+max_steps: 3
+learning_rate: 1.0e-3
+report_to: none
+device: cpu
+threads: 1
+END
+# job RANKS NAME key=value...: over TCP, without a launcher
+job() {
+    ranks=$1 name=$2; shift 2
+    timeout 60 "$start" "$ranks" "$ithaca" train "$work/run.yaml" "output_dir=$work/$name" "$@" >"$work/$name.out" 2>&1
+}
+one_line() { # NAME TEXT
+    [ "$(grep -c '^error: ' "$work/$1.out")" = 1 ] || { fail "$1: not one error line"; grep '^error' "$work/$1.out"; }
+    grep -q "^error: $2" "$work/$1.out" || { fail "$1: no '$2'"; grep '^error' "$work/$1.out"; }
+}
+
+# verify: on any stage and mesh a difference is found at the point where it is.
+verify() { # RANKS LAYOUT
+    ranks=$1; shift
+    job "$ranks" sound verify=true "$@" || { fail "verify $*: a sound run ends with $?"; tail -2 "$work/sound.out"; }
+    grep -q "all [0-9]* tensors got a gradient" "$work/sound.out" || fail "verify $*: gradients are not counted"
+    ! grep -q "is nan\|differs" "$work/sound.out" || { fail "verify $*: found what is not there"; grep verify "$work/sound.out"; }
+    for point in "1 begin: .*weight differs from that of rank 0" "2 backward: rank 1: gradient of .*: element [0-9]* is nan" \
+        "3 reduce: .*\(gradient differs from that of rank\|gradient of .* is nan\)" "4 update: .*weight differs from that of rank 0" \
+        "5 begin: .*weight differs from that of rank 0"; do
+        export ITH_FAULT_RANK=1 ITH_FAULT_SPEC=verify:"${point%% *}"
+        job "$ranks" planted verify=true "$@"
+        unset ITH_FAULT_RANK ITH_FAULT_SPEC
+        grep -q "verify: ${point#* }" "$work/planted.out" || { fail "verify $* ${point%%:*}: not found"; tail -2 "$work/planted.out"; }
+        grep -q "rank [1-3]: \|rank 1: verify" "$work/planted.out" || fail "verify $* ${point%%:*}: no rank"
+        [ "$(grep -c '^error: ' "$work/planted.out")" -le 1 ] || fail "verify $* ${point%%:*}: many lines"
+    done
+}
+verify 2 zero_stage=0
+verify 2 cp_size=2 zero_stage=1
+verify 2 zero_stage=2 dtype=float32 bf16=false
+verify 2 cp_size=2 zero_stage=3
+verify 4 zero_stage=2 mp_replicate_size=2
+
+# A rank is killed, and one is stopped: of three that are left one tells it.
+long() { # NAME SIGNAL key=value...
+    name=$1 signal=$2; shift 2
+    job 4 "$name" max_steps=100000 save_steps=100000 "$@" &
+    waiter=$!
+    for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+        sleep 0.5
+        grep -q "^step " "$work/$name.out" 2>/dev/null && break
+    done
+    victim=$(pgrep -f "^$ithaca train .*output_dir=$work/$name" | sed -n 3p)
+    began=$(date +%s)
+    [ -n "$victim" ] && kill "-$signal" "$victim"
+    for _ in 1 2 3 4 5 6 7 8 9 10; do # a stopped one is ended when the others have spoken
+        grep -q "^error" "$work/$name.out" && [ "$(pgrep -fc "^$ithaca train .*output_dir=$work/$name")" -le 1 ] && break
+        sleep 1
+    done
+    [ -n "$victim" ] && kill -KILL "$victim" 2>/dev/null
+    wait $waiter && fail "$name: exit code is 0"
+    [ $(($(date +%s) - began)) -le 15 ] || fail "$name: ended late"
+}
+long killed KILL
+one_line killed "rank [0-3]: rank [0-3] has left the job"
+long stopped STOP dist_timeout=2
+one_line stopped "rank [0-3]: rank [0-3] does not answer since 2 s (dist_timeout)"
+
+# A row that cannot be read on one rank alone: its line, once.
+ITH_FAULT_RANK=2 ITH_FAULT_SPEC=read:3 job 4 unread
+[ $? = 1 ] || fail "unread: exit code"
+one_line unread "rank 2: "
+
+# A rank that is not there when the others meet: told after the time that was given.
+began=$(date +%s)
+WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 12000)) ITH_MEETING_TIMEOUT=2 timeout 60 \
+    "$ithaca" train "$work/run.yaml" "output_dir=$work/alone" >"$work/alone.out" 2>&1
+[ $? = 1 ] || fail "alone: exit code"
+[ $(($(date +%s) - began)) -le 10 ] || fail "alone: ended late"
+one_line alone "waiting for the other ranks: no answer in time (ITH_MEETING_TIMEOUT)"
+ITH_MEETING_TIMEOUT=soon job 2 soon
+grep -q "^error: .*ITH_MEETING_TIMEOUT: found soon" "$work/soon.out" || { fail "ITH_MEETING_TIMEOUT=soon"; tail -1 "$work/soon.out"; }
+
+# A rank that dies before the meeting, of ranks that train started itself: told by their parent, in seconds.
+mkdir -p "$work/bin" && for tool in sh timeout sed grep paste awk rm; do ln -sf "$(command -v $tool)" "$work/bin/"; done
+began=$(date +%s)
+(PATH=$work/bin && "$ithaca" train "$work/run.yaml" "output_dir=$work/early" ranks=2 max_steps=100000 save_steps=100000 >"$work/early.out" 2>&1) &
+waiter=$!
+for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30; do
+    victim=$(pgrep -f "^$ithaca train .*output_dir=$work/early" | sed -n 2p)
+    [ -n "$victim" ] && break
+done
+[ -n "$victim" ] && kill -KILL "$victim"
+wait $waiter && fail "early: exit code is 0"
+[ $(($(date +%s) - began)) -le 25 ] || fail "early: ended late"
+[ "$(grep -c '^error: ' "$work/early.out")" = 1 ] || { fail "early: not one line"; tail -3 "$work/early.out"; }
+
+[ $failures = 0 ] && echo "every end is told once"
+exit $((failures > 0))
