@@ -14,7 +14,10 @@
 #include "base/log.h"
 #include "cli/block_answering.h"
 #include "cli/commands.h"
+#include "cli/launch.h"
 #include "cli/terminal.h"
+
+#define ANSWER_TIMEOUT_S 18000 /* of a rank that does not end its round */
 
 typedef struct {
     ith_ids *prompts;
@@ -25,12 +28,21 @@ typedef struct {
     json_t *expected; /* per prompt: the text that its row has as answer, or null */
 } prompt_list;
 
+/* Where rows go: to stdout, of many ranks by rank 0, round by round in the order of the file. */
+typedef struct {
+    ith_comm *world;
+    ith_buf rows, record; /* of the running batch */
+    ith_writer *file;     /* of --record, on rank 0; or NULL */
+    bool records;
+} row_output;
+
 /* Answers of the running batch. */
 typedef struct {
     const ith_answering *a;
     ith_ids *answers;
     bool *stopped;
     bool live; /* one prompt given on the command line: text appears as it comes */
+    row_output *out;
     ith_token_stream stream;
     ith_buf text;
     ith_error *err;
@@ -170,6 +182,95 @@ static ith_status read_prompts(prompt_list *l, const ith_answering *a, const cha
                             : ith_wrap(err, status, "%s: line %lld", path, (long long)number - 1);
 }
 
+/* ---- rounds: every rank answers a batch, rank 0 gives what all of them wrote ---- */
+
+/* The texts of all ranks, in their order, on rank 0. Collective. */
+static ith_status gather_text(ith_comm *world, ith_buf *text, ith_error *err)
+{
+    int64_t *lists = NULL, n = world->size, total = 0;
+    ith_buf all = {0};
+    ith_status status = ith_alloc_zero((void **)&lists, 5 * n, sizeof *lists, "answers", err);
+    ITH_TRY_OUT(ith_comm_agree(world, status, err));
+    int64_t *bytes = lists + 4 * n;
+    ITH_TRY_OUT(ith_comm_all_gather(world, bytes, &text->len, sizeof *bytes, err));
+    for (int64_t r = 0; r < n; r++) {
+        lists[n + r] = r == 0 ? text->len : 0; /* sent */
+        lists[2 * n + r] = total;
+        lists[3 * n + r] = world->rank == 0 ? bytes[r] : 0;
+        total += bytes[r];
+    }
+    for (int64_t at = 0; world->rank == 0 && at < total; at++)
+        ith_buf_putc(&all, ' ');
+    ITH_TRY_OUT(ith_comm_agree(world, ith_buf_check(&all, "answers", err), err));
+    ith_exchange x = {text->data, lists, lists + n, all.data, lists + 2 * n, lists + 3 * n};
+    ITH_TRY_OUT(ith_comm_exchange(world, &x, err));
+    ith_buf_clear(text);
+    ith_buf_append(text, all.data, all.len);
+    status = ith_comm_agree(world, ith_buf_check(text, "answers", err), err);
+out:
+    ith_buf_deinit(&all);
+    ith_free(lists);
+    return status;
+}
+
+static ith_status write_rows(row_output *o, ith_error *err)
+{
+    if (o->rows.len)
+        ITH_TRY(ith_print(&o->rows, err));
+    return o->file && o->record.len ? ith_writer_write(o->file, o->record.data, o->record.len, err)
+                                    : ITH_OK;
+}
+
+/* After a batch; status: what came of it on this rank. */
+static ith_status end_round(row_output *o, ith_status status, ith_error *err)
+{
+    ITH_TRY(ith_comm_agree(o->world, status, err));
+    if (o->world->size > 1) {
+        ITH_TRY(gather_text(o->world, &o->rows, err));
+        if (o->records)
+            ITH_TRY(gather_text(o->world, &o->record, err));
+    }
+    status = o->world->rank == 0 ? write_rows(o, err) : ITH_OK;
+    ith_buf_clear(&o->rows);
+    ith_buf_clear(&o->record);
+    return ith_comm_agree(o->world, status, err);
+}
+
+/* Prompts of this rank in the round that begins with prompt `first`. */
+static int64_t share_of_round(const row_output *o, const prompt_list *l, int64_t first,
+                              int64_t batch, int64_t *begin)
+{
+    *begin = ith_min_i64(first + o->world->rank * batch, l->count);
+    return ith_min_i64(batch, l->count - *begin);
+}
+
+/* What cannot be agreed, for the others are in the middle of a walk. */
+static ith_status in_walk(row_output *o, bool together, ith_status status)
+{
+    o->world->broken |= together && status != ITH_OK;
+    return status;
+}
+
+/* Prompts at a time on each rank. */
+static int64_t batch_of(const ith_args *args, const prompt_list *l, const row_output *o)
+{
+    return ith_min_i64(ith_args_int(args, "batch"), ith_div_ceil(l->count, o->world->size));
+}
+
+static void share_decoder(const ith_args *args, const row_output *o, ith_decoder_options *options)
+{
+    options->ranks = o->world;
+    options->cut_weights = o->world->size > 1 && ith_args_flag(args, "cut-weights");
+    options->ep_size = ith_args_int(args, "ep-size");
+}
+
+static double seconds_since(const struct timespec *t0)
+{
+    struct timespec t1;
+    clock_gettime(CLOCK_MONOTONIC, &t1);
+    return (double)(t1.tv_sec - t0->tv_sec) + 1e-9 * (double)(t1.tv_nsec - t0->tv_nsec);
+}
+
 static bool on_token(void *arg, int64_t i, int32_t id, bool is_stop)
 {
     collector *c = arg;
@@ -203,8 +304,8 @@ static bool add_expected(json_t *j, const json_t *expected)
                  json_object_set_new(j, "expected", json_deep_copy(expected)) == 0);
 }
 
-static ith_status print_answer(const collector *c, int64_t i, int64_t row, const json_t *expected,
-                               ith_error *err)
+static ith_status put_answer(const collector *c, int64_t i, int64_t row, const json_t *expected,
+                             ith_error *err)
 {
     ith_buf text = {0}, line = {0};
     json_t *j = NULL;
@@ -221,7 +322,8 @@ static ith_status print_answer(const collector *c, int64_t i, int64_t row, const
     }
     if (status == ITH_OK) {
         ith_buf_putc(&line, '\n');
-        status = ith_print(&line, err);
+        ith_buf_append(&c->out->rows, line.data, line.len);
+        status = ith_buf_check(&c->out->rows, "answers", err);
     }
     json_decref(j);
     ith_buf_deinit(&text);
@@ -247,10 +349,12 @@ out:
     return status;
 }
 
+/* Collective where the decoder's ranks walk together. */
 static ith_status answer_batch(ith_decoder *d, collector *c, const ith_answering *a,
                                const prompt_list *l, int64_t first, int64_t n, ith_error *err)
 {
     ith_decoder_media media = {0};
+    bool together = d->ranks.walks_together;
     ith_generate_options how = {a->sampling, a->stop_ids, a->num_stop_ids, a->max_new,
                                 on_token,    c,           (uint64_t)first, &media};
     for (int64_t i = 0; i < n; i++) {
@@ -258,8 +362,11 @@ static ith_status answer_batch(ith_decoder *d, collector *c, const ith_answering
         c->stopped[i] = false;
     }
     ith_token_stream_init(&c->stream, a->tokenizer, true);
-    ITH_TRY(batch_media(a, l, first, n, &media, err));
-    ith_status status = ith_decoder_generate(d, l->prompts + first, n, &how, err);
+    ith_status status = batch_media(a, l, first, n, &media, err);
+    ITH_TRY(together ? ith_comm_agree(c->out->world, status, err) : status);
+    if (n > 0 || together)
+        status =
+            in_walk(c->out, together, ith_decoder_generate(d, l->prompts + first, n, &how, err));
     ith_free((void *)(uintptr_t)media.pixels);
     ith_free((void *)(uintptr_t)media.grids);
     ITH_TRY(status);
@@ -271,8 +378,8 @@ static ith_status answer_batch(ith_decoder *d, collector *c, const ith_answering
         return ith_print(&c->text, err);
     }
     for (int64_t i = 0; i < n; i++)
-        ITH_TRY(print_answer(c, i, first + i + 1, json_array_get(l->expected, (size_t)(first + i)),
-                             err));
+        ITH_TRY(
+            put_answer(c, i, first + i + 1, json_array_get(l->expected, (size_t)(first + i)), err));
     return ITH_OK;
 }
 
@@ -312,9 +419,9 @@ static ith_status put_block_answer(const ith_answering *a, const ith_block_answe
 
 /* Where the answers of diffusion models go. */
 typedef struct {
-    bool live;          /* text of the only prompt; else a JSON row each */
-    bool drawn;         /* it stands on the terminal already */
-    ith_writer *record; /* or NULL */
+    bool live;  /* text of the only prompt; else a JSON row each */
+    bool drawn; /* it stands on the terminal already */
+    row_output *out;
     int64_t tokens, forwards;
 } block_output;
 
@@ -322,24 +429,26 @@ static ith_status give_block_answer(const ith_answering *a, block_output *o,
                                     const ith_block_answer *b, int64_t row, const json_t *expected,
                                     int64_t block, ith_error *err)
 {
-    ith_buf line = {0};
+    ith_buf *rows = &o->out->rows, line = {0};
     int64_t n = b->end - b->prompt - b->stopped;
     ith_status status = ITH_OK;
     o->tokens += n;
     o->forwards += b->steps + b->commits + (b->prompt >= block); /* its share of the prefill */
-    if (o->live && !o->drawn)
+    if (!o->live)
+        ITH_TRY_OUT(put_block_answer(a, b, row, expected, false, &line, err));
+    else if (!o->drawn)
         ITH_TRY_OUT(
             ith_tokenizer_decode(a->tokenizer, b->row.ids + b->prompt, n, true, &line, err));
     if (o->live)
         ith_buf_putc(&line, '\n');
-    else
-        ITH_TRY_OUT(put_block_answer(a, b, row, expected, false, &line, err));
-    ITH_TRY_OUT(ith_print(&line, err));
+    ith_buf_append(rows, line.data, line.len);
+    ITH_TRY_OUT(ith_buf_check(rows, "answers", err));
+    if (!o->out->records)
+        goto out;
     ith_buf_clear(&line);
-    if (o->record) {
-        ITH_TRY_OUT(put_block_answer(a, b, row, expected, true, &line, err));
-        status = ith_writer_write(o->record, line.data, line.len, err);
-    }
+    ITH_TRY_OUT(put_block_answer(a, b, row, expected, true, &line, err));
+    ith_buf_append(&o->out->record, line.data, line.len);
+    status = ith_buf_check(&o->out->record, "answers", err);
 out:
     ith_buf_deinit(&line);
     return status;
@@ -354,7 +463,10 @@ static ith_status answer_block_batch(ith_block_decoder *d, const ith_answering *
     how->first_stream = (uint64_t)first;
     if (o->drawn)
         ith_block_view_begin(&view, a, how, answers);
-    ITH_TRY(ith_block_decoder_generate(d, l->prompts + first, n, how, answers, err));
+    bool together = d->ranks.walks_together;
+    if (n > 0 || together)
+        ITH_TRY(in_walk(o->out, together,
+                        ith_block_decoder_generate(d, l->prompts + first, n, how, answers, err)));
     ith_status status = o->drawn ? ith_block_view_end(&view, err) : ITH_OK;
     for (int64_t i = 0; i < n; i++) {
         if (status == ITH_OK)
@@ -367,78 +479,98 @@ static ith_status answer_block_batch(ith_block_decoder *d, const ith_answering *
 }
 
 static ith_status answer_blocks(const ith_answering *a, const ith_args *args, const prompt_list *l,
-                                ith_error *err)
+                                row_output *out, ith_error *err)
 {
     ith_block_decoder d = {0};
     ith_block_how how;
     ith_block_answer *answers = NULL;
     ith_writer record = {.fd = -1};
     const char *record_path = ith_args_text(args, "record");
-    bool live = ith_args_given(args, "prompt");
-    block_output o = {.live = live, .drawn = live && ith_terminal_colours(STDOUT_FILENO)};
-    int64_t batch = ith_args_int(args, "batch") < l->count ? ith_args_int(args, "batch") : l->count;
-    struct timespec t0, t1;
-    ith_status status = ITH_OK;
-    ITH_TRY(ith_block_settings(a, args, &how, err));
+    bool live = ith_args_given(args, "prompt") && out->world->size == 1;
+    block_output o = {
+        .live = live, .drawn = live && ith_terminal_colours(STDOUT_FILENO), .out = out};
+    int64_t batch = batch_of(args, l, out);
+    struct timespec t0;
+    ith_status status = ith_block_settings(a, args, &how, err);
+    if (status == ITH_OK)
+        status = ith_alloc_zero((void **)&answers, batch, sizeof *answers, "answers", err);
+    if (status == ITH_OK && record_path && out->world->rank == 0)
+        status = ith_writer_open(&record, record_path, err);
+    ITH_TRY_OUT(ith_comm_agree(out->world, status, err));
+    out->records = record_path != NULL;
+    out->file = record.fd >= 0 ? &record : NULL;
     ith_decoder_options options = ith_answering_decoder(
         a, args, batch, ith_block_row_len(l->longest, a->max_new, how.block), batch * l->longest);
-    ITH_TRY_OUT(ith_alloc_zero((void **)&answers, batch, sizeof *answers, "answers", err));
+    share_decoder(args, out, &options);
     ITH_TRY_OUT(ith_block_decoder_open(&d, args->positional[0], &options, how.block, err));
-    if (record_path) {
-        ITH_TRY_OUT(ith_writer_open(&record, record_path, err));
-        o.record = &record;
-    }
     clock_gettime(CLOCK_MONOTONIC, &t0);
-    for (int64_t first = 0; first < l->count; first += batch) {
-        int64_t n = l->count - first < batch ? l->count - first : batch;
-        ITH_TRY_OUT(answer_block_batch(&d, a, &how, l, first, n, answers, &o, err));
+    for (int64_t first = 0; first < l->count; first += batch * out->world->size) {
+        int64_t begin = 0, n = share_of_round(out, l, first, batch, &begin);
+        status = answer_block_batch(&d, a, &how, l, begin, n, answers, &o, err);
+        ITH_TRY_OUT(out->world->broken ? status : end_round(out, status, err));
     }
-    clock_gettime(CLOCK_MONOTONIC, &t1);
-    if (o.record)
-        ITH_TRY_OUT(ith_writer_commit(o.record, err));
-    double s = (double)(t1.tv_sec - t0.tv_sec) + 1e-9 * (double)(t1.tv_nsec - t0.tv_nsec);
-    ith_log(ITH_LOG_INFO, "generate",
-            "%lld prompts, %lld new tokens, %.2f tokens per forward, %.1f tok/s",
-            (long long)l->count, (long long)o.tokens,
-            (double)o.tokens / (double)(o.forwards > 0 ? o.forwards : 1), (double)o.tokens / s);
+    if (out->file)
+        ITH_TRY_OUT(ith_writer_commit(out->file, err));
+    int64_t sums[2] = {o.tokens, o.forwards};
+    ITH_TRY_OUT(ith_comm_all_reduce(out->world, sums, 2, ITH_I64, ITH_REDUCE_SUM, err));
+    if (out->world->rank == 0)
+        ith_log(ITH_LOG_INFO, "generate",
+                "%lld prompts, %lld new tokens, %.2f tokens per forward, %.1f tok/s",
+                (long long)l->count, (long long)sums[0],
+                (double)sums[0] / (double)ith_max_i64(sums[1], 1),
+                (double)sums[0] / seconds_since(&t0));
 out:
-    if (o.record)
-        ith_writer_abort(o.record);
+    ith_writer_abort(&record);
     ith_free(answers);
     ith_block_decoder_close(&d);
     return status;
 }
 
-static ith_status answer_all(const ith_answering *a, const ith_args *args, const prompt_list *l,
-                             ith_error *err)
+/* The most that any batch needs. */
+static ith_vision_limits media_limits(const prompt_list *l, int64_t batch)
 {
-    ith_decoder d = {0};
-    collector c = {.a = a, .err = err, .live = ith_args_given(args, "prompt")};
-    int64_t batch = ith_args_int(args, "batch") < l->count ? ith_args_int(args, "batch") : l->count;
-    ith_decoder_options o =
-        ith_answering_decoder(a, args, batch, l->longest + a->max_new, batch * l->longest);
+    ith_vision_limits most = {0};
     for (int64_t first = 0; first < l->count; first += batch) {
         ith_vision_limits sizes = {0};
         for (int64_t i = first; i < first + batch && i < l->count; i++)
             ith_count_media(&l->media[i], 0, l->media[i].count, &sizes);
-        o.media.max_patches = ith_max_i64(o.media.max_patches, sizes.max_patches);
-        o.media.max_segments = ith_max_i64(o.media.max_segments, sizes.max_segments);
-        o.media.max_segment_patches =
-            ith_max_i64(o.media.max_segment_patches, sizes.max_segment_patches);
+        most.max_patches = ith_max_i64(most.max_patches, sizes.max_patches);
+        most.max_segments = ith_max_i64(most.max_segments, sizes.max_segments);
+        most.max_segment_patches = ith_max_i64(most.max_segment_patches, sizes.max_segment_patches);
     }
-    ith_status status = ITH_OK;
-    struct timespec t0, t1;
-    ITH_TRY_OUT(ith_alloc_zero((void **)&c.answers, batch, sizeof *c.answers, "answers", err));
-    ITH_TRY_OUT(ith_alloc_zero((void **)&c.stopped, batch, sizeof *c.stopped, "answers", err));
+    return most;
+}
+
+static ith_status answer_all(const ith_answering *a, const ith_args *args, const prompt_list *l,
+                             row_output *out, ith_error *err)
+{
+    ith_decoder d = {0};
+    collector c = {.a = a,
+                   .err = err,
+                   .live = ith_args_given(args, "prompt") && out->world->size == 1,
+                   .out = out};
+    int64_t batch = batch_of(args, l, out);
+    ith_decoder_options o =
+        ith_answering_decoder(a, args, batch, l->longest + a->max_new, batch * l->longest);
+    struct timespec t0;
+    o.media = media_limits(l, batch);
+    share_decoder(args, out, &o);
+    ith_status status =
+        ith_alloc_zero((void **)&c.answers, batch, sizeof *c.answers, "answers", err);
+    if (status == ITH_OK)
+        status = ith_alloc_zero((void **)&c.stopped, batch, sizeof *c.stopped, "answers", err);
+    ITH_TRY_OUT(ith_comm_agree(out->world, status, err));
     ITH_TRY_OUT(ith_decoder_open(&d, args->positional[0], &o, err));
     clock_gettime(CLOCK_MONOTONIC, &t0);
-    for (int64_t first = 0; first < l->count && status == ITH_OK; first += batch)
-        status = answer_batch(&d, &c, a, l, first,
-                              l->count - first < batch ? l->count - first : batch, err);
-    clock_gettime(CLOCK_MONOTONIC, &t1);
-    double s = (double)(t1.tv_sec - t0.tv_sec) + 1e-9 * (double)(t1.tv_nsec - t0.tv_nsec);
-    ith_log(ITH_LOG_INFO, "generate", "%lld prompts, %lld new tokens, %.1f tok/s",
-            (long long)l->count, (long long)c.total, (double)c.total / s);
+    for (int64_t first = 0; first < l->count; first += batch * out->world->size) {
+        int64_t begin = 0, n = share_of_round(out, l, first, batch, &begin);
+        status = answer_batch(&d, &c, a, l, begin, n, err);
+        ITH_TRY_OUT(out->world->broken ? status : end_round(out, status, err));
+    }
+    ITH_TRY_OUT(ith_comm_all_reduce(out->world, &c.total, 1, ITH_I64, ITH_REDUCE_SUM, err));
+    if (out->world->rank == 0)
+        ith_log(ITH_LOG_INFO, "generate", "%lld prompts, %lld new tokens, %.1f tok/s",
+                (long long)l->count, (long long)c.total, (double)c.total / seconds_since(&t0));
 out:
     for (int64_t i = 0; c.answers && i < batch; i++)
         ith_ids_free(&c.answers[i]);
@@ -449,47 +581,80 @@ out:
     return status;
 }
 
+/* Everything before the weights. */
+static ith_status read_request(const ith_args *args, ith_answering *a, prompt_list *l,
+                               ith_error *err)
+{
+    const char *prompt = ith_args_text(args, "prompt");
+    bool is_diffusion = a->hf.family == ITH_FAMILY_LLADA2;
+    l->expected = json_array();
+    ITH_TRY(ith_args_paths(args, "image", &l->images, err));
+    ITH_TRY(ith_args_paths(args, "video", &l->videos, err));
+    if (!prompt && (l->images[0] || l->videos[0]))
+        return ith_fail(err, ITH_ERR_USAGE,
+                        "generate: --image and --video go with --prompt (rows of a file name "
+                        "theirs themselves)");
+    ITH_TRY(prompt ? add_text(l, a, prompt, (int64_t)strlen(prompt), err)
+                   : read_prompts(l, a, args->positional[1], err));
+    if (ith_args_given(args, "record") && !is_diffusion)
+        return ith_fail(err, ITH_ERR_USAGE,
+                        "generate: --record is for diffusion models, %s writes one token a step",
+                        a->hf.model_type);
+    if (!is_diffusion)
+        ITH_TRY(ith_block_options_refuse(a, args, err));
+    return l->count ? ITH_OK
+                    : ith_fail(err, ITH_ERR_FORMAT, "%s: no prompt in it", args->positional[1]);
+}
+
+static void free_prompts(prompt_list *l)
+{
+    for (int64_t i = 0; i < l->count; i++) {
+        ith_ids_free(&l->prompts[i]);
+        ith_media_list_deinit(&l->media[i]);
+    }
+    ith_free(l->prompts);
+    ith_free(l->media);
+    ith_free(l->images);
+    ith_free(l->videos);
+    json_decref(l->expected);
+}
+
+static ith_status generate(const ith_args *args, ith_comm *world, ith_error *err)
+{
+    ith_answering a = {0};
+    prompt_list l = {0};
+    row_output out = {.world = world};
+    ith_status status = ITH_OK;
+    if (ith_args_given(args, "prompt") == (args->num_positional > 1))
+        status = ith_fail(err, ITH_ERR_USAGE,
+                          "generate: give either a file of prompts or --prompt TEXT");
+    if (status == ITH_OK && world->rank > 0)
+        status = ith_log_set_levels("error", err);
+    if (status == ITH_OK)
+        status = ith_answering_open(&a, args->positional[0], args, err);
+    if (status == ITH_OK)
+        status = read_request(args, &a, &l, err);
+    status = ith_comm_agree(world, status, err);
+    if (status == ITH_OK)
+        status = a.hf.family == ITH_FAMILY_LLADA2 ? answer_blocks(&a, args, &l, &out, err)
+                                                  : answer_all(&a, args, &l, &out, err);
+    free_prompts(&l);
+    ith_buf_deinit(&out.rows);
+    ith_buf_deinit(&out.record);
+    ith_answering_close(&a);
+    return status;
+}
+
 static ith_status run_generate(const ith_args *args, ith_error *err)
 {
-    ith_answering a;
-    prompt_list l = {0};
-    const char *prompt = ith_args_text(args, "prompt");
-    if ((prompt != NULL) == (args->num_positional > 1))
-        return ith_fail(err, ITH_ERR_USAGE,
-                        "generate: give either a file of prompts or --prompt TEXT");
-    ITH_TRY(ith_answering_open(&a, args->positional[0], args, err));
-    l.expected = json_array();
-    ith_status status = ith_args_paths(args, "image", &l.images, err);
-    if (status == ITH_OK)
-        status = ith_args_paths(args, "video", &l.videos, err);
-    if (status == ITH_OK && !prompt && (l.images[0] || l.videos[0]))
-        status = ith_fail(err, ITH_ERR_USAGE,
-                          "generate: --image and --video go with --prompt (rows of a file name "
-                          "theirs themselves)");
-    if (status == ITH_OK)
-        status = prompt ? add_text(&l, &a, prompt, (int64_t)strlen(prompt), err)
-                        : read_prompts(&l, &a, args->positional[1], err);
-    if (status == ITH_OK && ith_args_given(args, "record") && a.hf.family != ITH_FAMILY_LLADA2)
-        status = ith_fail(err, ITH_ERR_USAGE,
-                          "generate: --record is for diffusion models, %s writes one token a step",
-                          a.hf.model_type);
-    if (status == ITH_OK && a.hf.family != ITH_FAMILY_LLADA2)
-        status = ith_block_options_refuse(&a, args, err);
-    if (status == ITH_OK && l.count == 0)
-        status = ith_fail(err, ITH_ERR_FORMAT, "%s: no prompt in it", args->positional[1]);
-    if (status == ITH_OK)
-        status = a.hf.family == ITH_FAMILY_LLADA2 ? answer_blocks(&a, args, &l, err)
-                                                  : answer_all(&a, args, &l, err);
-    for (int64_t i = 0; i < l.count; i++) {
-        ith_ids_free(&l.prompts[i]);
-        ith_media_list_deinit(&l.media[i]);
-    }
-    ith_free(l.prompts);
-    ith_free(l.media);
-    ith_free(l.images);
-    ith_free(l.videos);
-    json_decref(l.expected);
-    ith_answering_close(&a);
+    ith_comm *world = NULL;
+    ITH_TRY(ith_comm_open_world(&world, ANSWER_TIMEOUT_S, err));
+    ith_status status = generate(args, world, err);
+    if (status != ITH_OK && world->broken)
+        ith_end_all_ranks(world, status, err);
+    if (world->rank > 0) /* agreed: rank 0 tells it */
+        status = ITH_OK;
+    ith_comm_close(world);
     return status;
 }
 
@@ -508,6 +673,17 @@ static const ith_option options[] = {{.name = "prompt",
                                       .type = ITH_OPTION_PATH,
                                       .help = "Diffusion: write each answer with the step that "
                                               "wrote each token; `train` reads the file."},
+                                     {.name = "cut-weights",
+                                      .type = ITH_OPTION_FLAG,
+                                      .help = "Several ranks: cut the weights among them, gather "
+                                              "layer by layer."},
+                                     {.name = "ep-size",
+                                      .type = ITH_OPTION_INT,
+                                      .default_text = "1",
+                                      .help = "With --cut-weights: ranks that share the experts "
+                                              "of a layer.",
+                                      .min = 1,
+                                      .max = 4096},
                                      ITH_BLOCK_OPTIONS,
                                      ITH_ANSWERING_OPTIONS,
                                      {.name = NULL}};
@@ -519,7 +695,9 @@ const ith_command ith_cmd_generate = {
     .details = "Rows of a .jsonl FILE hold \"messages\" or \"prompt\"; other files hold one prompt "
                "per line. Messages may hold images and videos as in training data.\n"
                "Writes one JSON object per prompt: row, answer, tokens, finish_reason.\n"
-               "Diffusion models write blocks of tokens; forwards are reported, too.\n",
+               "Diffusion models write blocks of tokens; forwards are reported, too.\n"
+               "Under mpirun, srun or torchrun the prompts are dealt out over the ranks; rows come "
+               "in the order of the file.\n",
     .options = options,
     .min_positional = 1,
     .max_positional = 2,

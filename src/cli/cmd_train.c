@@ -82,17 +82,6 @@ static void on_row(void *arg, const ith_report_row *row)
     ith_log(ITH_LOG_INFO, "train", "%s", text);
 }
 
-/* Between two fixed points nobody can ask the others: one rank says what happened, all end. */
-static void end_all_ranks(ith_comm *world, ith_status status, ith_error *err)
-{
-    if (ith_comm_last_words(world, err)) {
-        ith_terminal_error(err);
-        fflush(stderr);
-    }
-    ith_comm_abort(world, ith_exit_code(status));
-    _exit(ith_exit_code(status));
-}
-
 static ith_status train(const ith_config *config, ith_comm *world, ith_error *err)
 {
     bool speaks = world->rank == 0;
@@ -119,7 +108,7 @@ static ith_status train(const ith_config *config, ith_comm *world, ith_error *er
     if (speaks)
         clear_live_line();
     if (status != ITH_OK && (t.alone || world->broken))
-        end_all_ranks(world, status, err);
+        ith_end_all_ranks(world, status, err);
     if (status == ITH_OK && result.stopped)
         status =
             ith_fail(err, ITH_ERR_INTERRUPTED,
@@ -163,7 +152,7 @@ static ith_status run_train(const ith_args *args, ith_error *err)
     ITH_TRY(ith_comm_open_world(&world, 0, err));
     ith_status status = load_and_train(args, world, err);
     if (status != ITH_OK && world->broken)
-        end_all_ranks(world, status, err);
+        ith_end_all_ranks(world, status, err);
     /* The failure is agreed: rank 0 tells it and gives the exit code. An exit code of another rank
      * would make the launcher end rank 0 before it has spoken. */
     if (world->rank > 0)

@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "base/mem.h"
+#include "cli/terminal.h"
 
 #define MAX_OPTIONS 16
 #define NOT_STARTED 127
@@ -214,4 +215,14 @@ ith_status ith_launch_ranks(int64_t ranks, const char *command, const char *cons
     if (status == ITH_OK)
         exit(code);
     return status;
+}
+
+void ith_end_all_ranks(ith_comm *world, ith_status status, ith_error *err)
+{
+    if (ith_comm_last_words(world, err)) {
+        ith_terminal_error(err);
+        fflush(stderr);
+    }
+    ith_comm_abort(world, ith_exit_code(status));
+    _exit(ith_exit_code(status));
 }

@@ -59,6 +59,7 @@ static ith_status walk(ith_block_decoder *d, int64_t tokens, const int32_t *cu, 
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS);
     T hidden;
     ith_batch b = {.num_tokens = tokens,
+                   .group_tokens = tokens,
                    .ids = ith_row_range(d->ids, 0, tokens),
                    .position_ids = ith_row_range(d->position_ids, 0, tokens),
                    .seqs = {.cu_seqlens = d->cu_seqlens,
@@ -89,16 +90,6 @@ static ith_status plan_memory(ith_block_decoder *d)
     return place(d);
 }
 
-static ith_status load(ith_block_decoder *d, const char *dir, ith_error *err)
-{
-    ith_st_reader *reader = NULL;
-    ITH_TRY(ith_st_open(&reader, dir, err));
-    ith_status status =
-        ith_model_load(d->model, &d->session.ctx, reader, d->model->w, ith_tensor_none());
-    ith_st_close(reader);
-    return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s", dir);
-}
-
 /* The logits are those of all block rows, in order. */
 static ith_status upload_all_rows(ith_block_decoder *d, ith_error *err)
 {
@@ -110,6 +101,31 @@ static ith_status upload_all_rows(ith_block_decoder *d, ith_error *err)
     return dev->sync(dev, err);
 }
 
+static ith_status open_model(ith_block_decoder *d, const char *model_dir, ith_error *err)
+{
+    const ith_decoder_options *o = &d->options;
+    ITH_TRY(ith_hf_config_load(&d->hf, model_dir, err));
+    if (d->hf.family != ITH_FAMILY_LLADA2)
+        return ith_fail(err, ITH_ERR_USAGE, "%s: %s is not a diffusion model", model_dir,
+                        d->hf.model_type);
+    ITH_TRY(ith_decoder_open_session(&d->session, o, err));
+    ith_dtype dtype =
+        o->set_dtype ? o->dtype : (d->hf.has_dtype && d->hf.dtype == ITH_F32 ? ITH_F32 : ITH_BF16);
+    return ith_model_create(&d->model, &d->hf, dtype, o->capacity, err);
+}
+
+static ith_status open_memory(ith_block_decoder *d, const char *model_dir, ith_error *err)
+{
+    int64_t rows = d->options.batch * d->block, values = rows * d->hf.vocab_size;
+    ITH_TRY(plan_memory(d));
+    ITH_TRY(ith_decoder_load(d->model, &d->session.ctx, model_dir, err));
+    ITH_TRY(ith_alloc((void **)&d->host_logits, values * 4, "logits", err));
+    ITH_TRY(ith_alloc((void **)&d->raw_logits, values * 4, "logits", err));
+    ITH_TRY(ith_alloc((void **)&d->staging, (3 * max_rows(d) + rows + d->options.batch + 1) * 4,
+                      "decoder", err));
+    return upload_all_rows(d, err);
+}
+
 ith_status ith_block_decoder_open(ith_block_decoder *d, const char *model_dir,
                                   const ith_decoder_options *options, int64_t block, ith_error *err)
 {
@@ -119,25 +135,12 @@ ith_status ith_block_decoder_open(ith_block_decoder *d, const char *model_dir,
     d->block = block;
     ITH_ASSERT(block > 0 && options->batch > 0 && options->capacity % block == 0);
     d->options.max_append = ith_max_i64(options->max_append, 1);
-    ITH_TRY_OUT(ith_hf_config_load(&d->hf, model_dir, err));
-    if (d->hf.family != ITH_FAMILY_LLADA2) {
-        status = ith_fail(err, ITH_ERR_USAGE, "%s: %s is not a diffusion model", model_dir,
-                          d->hf.model_type);
-        goto out;
-    }
-    ITH_TRY_OUT(ith_session_open(&d->session, options->device, 0, options->threads, false, err));
-    ith_dtype dtype = options->set_dtype
-                          ? options->dtype
-                          : (d->hf.has_dtype && d->hf.dtype == ITH_F32 ? ITH_F32 : ITH_BF16);
-    ITH_TRY_OUT(ith_model_create(&d->model, &d->hf, dtype, options->capacity, err));
-    ITH_TRY_OUT(plan_memory(d));
-    ITH_TRY_OUT(load(d, model_dir, err));
-    int64_t rows = options->batch * block, values = rows * d->hf.vocab_size;
-    ITH_TRY_OUT(ith_alloc((void **)&d->host_logits, values * 4, "logits", err));
-    ITH_TRY_OUT(ith_alloc((void **)&d->raw_logits, values * 4, "logits", err));
-    ITH_TRY_OUT(ith_alloc((void **)&d->staging, (3 * max_rows(d) + rows + options->batch + 1) * 4,
-                          "decoder", err));
-    ITH_TRY_OUT(upload_all_rows(d, err));
+    ITH_TRY_OUT(ith_comm_agree(options->ranks, open_model(d, model_dir, err), err));
+    if (options->ranks && options->cut_weights)
+        ITH_TRY_OUT(ith_decoder_ranks_cut(&d->ranks, d->model, &d->session.ctx, options->ranks,
+                                          ith_max_i64(options->ep_size, 1)));
+    ITH_TRY_OUT(ith_comm_agree(options->ranks, open_memory(d, model_dir, err), err));
+    ITH_TRY_OUT(ith_model_refresh_weights(d->model, &d->session.ctx));
     return ITH_OK;
 out:
     ith_block_decoder_close(d);
@@ -147,6 +150,7 @@ out:
 void ith_block_decoder_close(ith_block_decoder *d)
 {
     ith_model_destroy(d->model);
+    ith_decoder_ranks_close(&d->ranks);
     ith_session_close(&d->session);
     ith_hf_config_deinit(&d->hf);
     ith_free(d->host_logits);
@@ -455,14 +459,18 @@ static ith_status make_row(ith_block_answer *a, const ith_ids *prompt, const ith
 static ith_status run(ith_block_decoder *d, sequence *seqs, int64_t num, const ith_block_how *how,
                       int64_t *from, int64_t *to, candidate *scratch, ith_error *err)
 {
-    int64_t batch = d->options.batch, any = 0;
+    int64_t batch = d->options.batch;
+    bool prefills = false;
     for (int64_t b = 0; b < batch; b++) {
         from[b] = 0;
         to[b] = b < num ? seqs[b].answer->prompt / d->block * d->block : 0;
         seqs[b].begin = to[b];
-        any += to[b];
+        prefills |= to[b] > 0;
     }
-    if (any)
+    bool own = prefills;
+    ITH_TRY(ith_decoder_ranks_any(&d->ranks, &prefills, err));
+    to[0] = prefills && !own ? 1 : to[0]; /* the block overwrites it */
+    if (prefills)
         ITH_TRY(forward(d, seqs, from, to, true, err));
     for (;;) {
         bool open = false;
@@ -471,6 +479,7 @@ static ith_status run(ith_block_decoder *d, sequence *seqs, int64_t num, const i
             to[b] = from[b] + d->block;
             open = open || (b < num && !seqs[b].done);
         }
+        ITH_TRY(ith_decoder_ranks_any(&d->ranks, &open, err));
         if (!open)
             return ITH_OK;
         ITH_TRY(forward(d, seqs, from, to, false, err));
@@ -486,7 +495,8 @@ ith_status ith_block_decoder_generate(ith_block_decoder *d, const ith_ids *promp
                                       ith_error *err)
 {
     int64_t batch = d->options.batch;
-    ITH_ASSERT(num > 0 && num <= batch && how->block == d->block && how->max_new > 0);
+    ITH_ASSERT((num > 0 || d->ranks.walks_together) && num <= batch && how->block == d->block &&
+               how->max_new > 0);
     ITH_ASSERT(how->mask_id >= 0 && how->mask_id < d->hf.vocab_size);
     sequence *seqs = NULL;
     int64_t *ranges = NULL;

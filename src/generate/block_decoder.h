@@ -58,6 +58,7 @@ typedef struct {
     ith_hf_config hf;
     ith_session session;
     ith_model *model;
+    ith_decoder_ranks ranks;
     ith_decoder_options options; /* max_append: most prompt tokens of all sequences together */
     int64_t block;
     ith_kv_cache cache;

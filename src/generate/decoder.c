@@ -47,6 +47,7 @@ static ith_status walk(ith_decoder *d, int64_t tokens, const int32_t *cu, int64_
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS);
     T hidden;
     ith_batch b = {.num_tokens = tokens,
+                   .group_tokens = tokens,
                    .ids = ith_row_range(d->ids, 0, tokens),
                    .position_ids = m->has_vision
                                        ? ith_tensor_2d(d->position_ids.data, ITH_I32, 3, tokens)
@@ -80,14 +81,54 @@ static ith_status plan_memory(ith_decoder *d)
     return place(d);
 }
 
-static ith_status load(ith_decoder *d, const char *dir, ith_error *err)
+ith_status ith_decoder_load(ith_model *model, ith_ctx *ctx, const char *dir, ith_error *err)
 {
     ith_st_reader *reader = NULL;
     ITH_TRY(ith_st_open(&reader, dir, err));
-    ith_status status =
-        ith_model_load(d->model, &d->session.ctx, reader, d->model->w, ith_tensor_none());
+    ith_status status = ith_model_load(model, ctx, reader, model->w, ith_tensor_none());
     ith_st_close(reader);
     return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s", dir);
+}
+
+ith_status ith_decoder_open_session(ith_session *session, const ith_decoder_options *options,
+                                    ith_error *err)
+{
+    const ith_comm *ranks = options->ranks;
+    int threads = options->threads, index = ranks ? ith_narrow(ranks->local_rank) : 0;
+    if (threads == 0 && ranks && ranks->local_size > 1) {
+        ITH_TRY(ith_pool_default_threads(&threads, err));
+        threads = ith_narrow(ith_max_i64(1, threads / ranks->local_size));
+    }
+    return ith_session_open(session, options->device, index, threads, false, err);
+}
+
+/* Device and model, before its ranks share it. */
+static ith_status open_model(ith_decoder *d, const char *model_dir, ith_error *err)
+{
+    const ith_decoder_options *o = &d->options;
+    ITH_TRY(ith_hf_config_load(&d->hf, model_dir, err));
+    if (d->hf.family == ITH_FAMILY_LLADA2)
+        return ith_fail(err, ITH_ERR_UNSUPPORTED,
+                        "%s: %s writes blocks, not token by token (use ithaca generate)", model_dir,
+                        d->hf.model_type);
+    ITH_TRY(ith_decoder_open_session(&d->session, o, err));
+    ith_dtype dtype =
+        o->set_dtype ? o->dtype : (d->hf.has_dtype && d->hf.dtype == ITH_F32 ? ITH_F32 : ITH_BF16);
+    return (o->media.max_patches ? ith_model_create_multimodal
+                                 : ith_model_create)(&d->model, &d->hf, dtype, o->capacity, err);
+}
+
+static ith_status open_memory(ith_decoder *d, const char *model_dir, ith_error *err)
+{
+    const ith_decoder_options *o = &d->options;
+    ITH_TRY(plan_memory(d));
+    ITH_TRY(ith_decoder_load(d->model, &d->session.ctx, model_dir, err));
+    ITH_TRY(ith_alloc_zero((void **)&d->lengths, o->batch, sizeof *d->lengths, "decoder", err));
+    ITH_TRY(ith_alloc_zero((void **)&d->positions, o->batch, sizeof *d->positions, "decoder", err));
+    ITH_TRY(ith_alloc((void **)&d->host_logits, o->batch * d->hf.vocab_size * 4, "logits", err));
+    ITH_TRY(ith_alloc((void **)&d->raw_logits, o->batch * d->hf.vocab_size * 4, "logits", err));
+    return ith_alloc((void **)&d->staging, (5 * o->max_append + 3 * o->batch + 1) * 4, "decoder",
+                     err);
 }
 
 ith_status ith_decoder_open(ith_decoder *d, const char *model_dir,
@@ -98,31 +139,12 @@ ith_status ith_decoder_open(ith_decoder *d, const char *model_dir,
     d->options = *options;
     ITH_ASSERT(options->batch > 0 && options->capacity > 0 &&
                options->max_append >= options->batch);
-    ITH_TRY_OUT(ith_hf_config_load(&d->hf, model_dir, err));
-    if (d->hf.family == ITH_FAMILY_LLADA2) {
-        status = ith_fail(err, ITH_ERR_UNSUPPORTED,
-                          "%s: %s writes blocks, not token by token (use ithaca generate)",
-                          model_dir, d->hf.model_type);
-        goto out;
-    }
-    ITH_TRY_OUT(ith_session_open(&d->session, options->device, 0, options->threads, false, err));
-    ith_dtype dtype = options->set_dtype
-                          ? options->dtype
-                          : (d->hf.has_dtype && d->hf.dtype == ITH_F32 ? ITH_F32 : ITH_BF16);
-    ITH_TRY_OUT((options->media.max_patches ? ith_model_create_multimodal : ith_model_create)(
-        &d->model, &d->hf, dtype, options->capacity, err));
-    ITH_TRY_OUT(plan_memory(d));
-    ITH_TRY_OUT(load(d, model_dir, err));
-    ITH_TRY_OUT(
-        ith_alloc_zero((void **)&d->lengths, options->batch, sizeof *d->lengths, "decoder", err));
-    ITH_TRY_OUT(ith_alloc_zero((void **)&d->positions, options->batch, sizeof *d->positions,
-                               "decoder", err));
-    ITH_TRY_OUT(
-        ith_alloc((void **)&d->host_logits, options->batch * d->hf.vocab_size * 4, "logits", err));
-    ITH_TRY_OUT(
-        ith_alloc((void **)&d->raw_logits, options->batch * d->hf.vocab_size * 4, "logits", err));
-    ITH_TRY_OUT(ith_alloc((void **)&d->staging,
-                          (5 * options->max_append + 3 * options->batch + 1) * 4, "decoder", err));
+    ITH_TRY_OUT(ith_comm_agree(options->ranks, open_model(d, model_dir, err), err));
+    if (options->ranks && options->cut_weights)
+        ITH_TRY_OUT(ith_decoder_ranks_cut(&d->ranks, d->model, &d->session.ctx, options->ranks,
+                                          ith_max_i64(options->ep_size, 1)));
+    ITH_TRY_OUT(ith_comm_agree(options->ranks, open_memory(d, model_dir, err), err));
+    ITH_TRY_OUT(ith_model_refresh_weights(d->model, &d->session.ctx));
     return ITH_OK;
 out:
     ith_decoder_close(d);
@@ -132,6 +154,7 @@ out:
 void ith_decoder_close(ith_decoder *d)
 {
     ith_model_destroy(d->model);
+    ith_decoder_ranks_close(&d->ranks);
     ith_session_close(&d->session);
     ith_hf_config_deinit(&d->hf);
     ith_free(d->lengths);
@@ -310,9 +333,11 @@ static ith_status run(ith_decoder *d, ith_sampler *sampler, sequence *seqs, int6
         ids[b] = b < num ? seqs[b].past.ids : &nothing;
         counts[b] = b < num ? seqs[b].past.count : 0;
     }
+    counts[0] = ith_max_i64(counts[0], 1); /* of a rank that only walks along */
     ITH_TRY(ith_decoder_append_media(d, ids, counts, how->media));
     for (bool open = true;;) {
         ITH_TRY(choose(d, sampler, seqs, num, how, &open, err));
+        ITH_TRY(ith_decoder_ranks_any(&d->ranks, &open, err));
         if (!open)
             return ITH_OK;
         for (int64_t b = 0; b < d->options.batch; b++) {
@@ -329,7 +354,7 @@ static ith_status run(ith_decoder *d, ith_sampler *sampler, sequence *seqs, int6
 ith_status ith_decoder_generate(ith_decoder *d, const ith_ids *prompts, int64_t num,
                                 const ith_generate_options *how, ith_error *err)
 {
-    ITH_ASSERT(num > 0 && num <= d->options.batch);
+    ITH_ASSERT((num > 0 || d->ranks.walks_together) && num <= d->options.batch);
     sequence *seqs = NULL;
     const int32_t **ids = NULL;
     int64_t *counts = NULL;

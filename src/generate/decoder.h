@@ -4,6 +4,7 @@
 #ifndef ITH_GENERATE_DECODER_H
 #define ITH_GENERATE_DECODER_H
 
+#include "generate/decoder_ranks.h"
 #include "generate/sampler.h"
 #include "kernels/session.h"
 #include "model/vision_buffers.h"
@@ -18,6 +19,9 @@ typedef struct {
     int64_t capacity;        /* tokens of a sequence, prompt and answer */
     int64_t max_append;      /* tokens of one append, all sequences together */
     ith_vision_limits media; /* of one append; max_patches 0: text only */
+    ith_comm *ranks;         /* that decode at the same time, borrowed; NULL: one */
+    bool cut_weights;        /* among them; then they open and generate together */
+    int64_t ep_size;         /* of cut experts; 0: 1 */
 } ith_decoder_options;
 
 /* Images and videos of an append, sequence after sequence, in the order of their tokens. */
@@ -31,6 +35,7 @@ typedef struct {
     ith_hf_config hf;
     ith_session session;
     ith_model *model;
+    ith_decoder_ranks ranks;
     ith_decoder_options options;
     ith_kv_cache cache;
     ith_tensor ids, position_ids, cu_seqlens, rows, last_rows, logits;
@@ -42,7 +47,7 @@ typedef struct {
     void *raw_logits;
 } ith_decoder;
 
-/* *d must not move while it is open. */
+/* *d must not move while it is open. With options->ranks: collective, and failures are agreed. */
 ith_status ith_decoder_open(ith_decoder *d, const char *model_dir,
                             const ith_decoder_options *options, ith_error *err);
 void ith_decoder_close(ith_decoder *d);
@@ -59,9 +64,16 @@ ith_status ith_decoder_append(ith_decoder *d, const int32_t *const *ids, const i
 ith_status ith_decoder_append_media(ith_decoder *d, const int32_t *const *ids,
                                     const int64_t *counts, const ith_decoder_media *media);
 
-/* Answers to a batch of prompts (num <= options.batch, each with room for one token more). Calls
- * token(arg, i, id) for every new token, stop tokens included; an answer ends with a stop id, after
- * max_new tokens, at the capacity, or when token returns false. */
+/* Parts of opening that the block decoder shares. Threads and devices are those of the local rank.
+ */
+ith_status ith_decoder_open_session(ith_session *session, const ith_decoder_options *options,
+                                    ith_error *err);
+ith_status ith_decoder_load(ith_model *model, ith_ctx *ctx, const char *dir, ith_error *err);
+
+/* Answers to a batch of prompts (num <= options.batch, 0 on a rank that only walks along; each with
+ * room for one token more). Calls token(arg, i, id) for every new token, stop tokens included; an
+ * answer ends with a stop id, after max_new tokens, at the capacity, or when token returns false.
+ */
 typedef struct {
     ith_sampling sampling;
     const int32_t *stop_ids;

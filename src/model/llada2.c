@@ -700,6 +700,7 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
             mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     attention_in in = {0};
     T k = cache_layer(cache->k, l), v = cache_layer(cache->v, l);
+    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_scatter_rows(ctx, heads_2d(k), heads_2d(in.k), rows));

@@ -274,6 +274,13 @@ ith_status ith_model_load_buffers(ith_model *model, ith_ctx *ctx, const ith_st_r
 
 /* ---- many ranks: model_shard.c ---- */
 
+/* The ranks of its walks; NULL: one. */
+void ith_model_set_mesh(ith_model *model, const ith_mesh *mesh);
+/* set_mesh, and what zero_stage cuts is cut: before place. Fills *shard, which the caller deinits;
+ * nothing to do for stage 0 or one rank. */
+ith_status ith_model_cut(ith_model *model, const ith_mesh *mesh, int zero_stage, ith_shard *shard,
+                         ith_error *err);
+
 /* The verbs of a walk. Stage 3: the weights of layer l are gathered into its window, and where
  * there are two, those of the layer that the walk needs next begin to be. */
 ith_status ith_model_gather_layer(ith_model *model, ith_ctx *ctx, int64_t layer);

@@ -93,6 +93,38 @@ void ith_model_blocks(const ith_model *m, int64_t *out, int64_t *chunk)
     ITH_ASSERT(out[rest] >= out[rest - 1] && m->num_act > out[rest]);
 }
 
+void ith_model_set_mesh(ith_model *m, const ith_mesh *mesh)
+{
+    m->mesh = mesh;
+    if (!mesh)
+        return;
+    m->linear_mesh = *mesh;
+    ith_mesh_set_ulysses(&m->linear_mesh, mesh->cp_size, false);
+}
+
+ith_status ith_model_cut(ith_model *m, const ith_mesh *mesh, int zero_stage, ith_shard *shard,
+                         ith_error *err)
+{
+    int64_t num_blocks, *blocks = NULL;
+    ITH_ASSERT(ith_ep_size(mesh) == 1 || zero_stage == 3);
+    ith_model_set_mesh(m, mesh);
+    m->shard = NULL;
+    m->zero_stage = 0;
+    if (zero_stage == 0 || ith_world_size(mesh) == 1)
+        return ITH_OK;
+    num_blocks = ith_model_num_blocks(m);
+    ITH_TRY(ith_alloc_zero((void **)&blocks, 2 * num_blocks + 1, sizeof *blocks, "blocks", err));
+    ith_model_blocks(m, blocks, blocks + num_blocks + 1);
+    ith_status status =
+        ith_shard_init(shard, mesh, blocks, blocks + num_blocks + 1, num_blocks, err);
+    ith_free(blocks);
+    if (status != ITH_OK)
+        return status;
+    m->shard = shard;
+    m->zero_stage = zero_stage;
+    return ITH_OK;
+}
+
 static int64_t block_elements(const ith_model *m, int64_t block)
 {
     return m->shard->block_first[block + 1] - m->shard->block_first[block];

@@ -708,6 +708,7 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
             kv = c->num_key_value_heads * c->head_dim;
     attention_in in = {0};
     T o_out, k = cache_layer(cache->k, l), v = cache_layer(cache->v, l);
+    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_linear_forward(ctx, a->qkv, in.n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));

@@ -1029,6 +1029,7 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
         history = ith_row_range(cache->conv, first, first + cache->batch);
         state = ith_row_range(cache->state, first, first + cache->batch);
     }
+    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(make_in(m, ctx, b, l, true, history, &in));
     ITH_TRY(push_mixer_out(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens, b->num_tokens));

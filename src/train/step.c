@@ -256,12 +256,8 @@ typedef struct {
 static void set_whole(ith_step *s, bool whole)
 {
     ith_model *m = s->model;
-    m->mesh = whole ? &s->alone : s->config.mesh;
+    ith_model_set_mesh(m, whole ? &s->alone : s->config.mesh);
     m->passes_states = s->passes_states && !whole;
-    if (m->mesh) {
-        m->linear_mesh = *m->mesh;
-        ith_mesh_set_ulysses(&m->linear_mesh, m->mesh->cp_size, false);
-    }
 }
 
 /* The largest micro-batch of one rank alone, where there are such. */
@@ -472,29 +468,6 @@ static bool passes_states(const ith_step *s)
            ith_delta_scan_pays(cp, &shape, ith_flop_per_byte(s->ctx->device));
 }
 
-static ith_status cut_model(ith_step *s)
-{
-    ith_model *m = s->model;
-    int64_t num_blocks = ith_model_num_blocks(m), *blocks = NULL;
-    ITH_ASSERT(ith_ep_size(s->config.mesh) == 1 || s->config.zero_stage == 3);
-    m->shard = NULL;
-    m->zero_stage = 0;
-    if (s->config.zero_stage == 0 || ith_world_size(s->config.mesh) == 1)
-        return ITH_OK;
-    ITH_TRY(ith_alloc_zero((void **)&blocks, 2 * num_blocks + 1, sizeof *blocks, "blocks",
-                           s->ctx->err));
-    int64_t *chunk = blocks + num_blocks + 1;
-    ith_model_blocks(m, blocks, chunk);
-    ith_status status =
-        ith_shard_init(&s->shard, s->config.mesh, blocks, chunk, num_blocks, s->ctx->err);
-    ith_free(blocks);
-    if (status != ITH_OK)
-        return status;
-    m->shard = &s->shard;
-    m->zero_stage = s->config.zero_stage;
-    return ITH_OK;
-}
-
 /* Every parameter's gradient, in the order of memory: those kept in f32 lie behind the others. */
 static ith_status list_gradients(ith_step *s)
 {
@@ -537,7 +510,9 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
     s->config.chunk_rows = ith_min_i64(s->config.chunk_rows, ith_max_i64(config->max_labels, 1));
     model->passes_states = s->passes_states = passes_states(s);
     ITH_ASSERT(config->max_whole_tokens <= slice_tokens(&s->config));
-    ITH_TRY_OUT(ith_mesh_agree(config->mesh, cut_model(s), ctx->err));
+    ITH_TRY_OUT(ith_mesh_agree(
+        config->mesh, ith_model_cut(model, config->mesh, config->zero_stage, &s->shard, ctx->err),
+        ctx->err));
     ITH_TRY_OUT(plan_step(s, plan_only));
     if (!plan_only) {
         ITH_TRY_OUT(ith_plan_commit(ctx->plan, ctx->err));

@@ -1,0 +1,74 @@
+#!/bin/sh
+# Answers of several ranks: those of one, row by row, for every family, greedy and drawn, with whole weights and with
+# weights cut among the ranks; more ranks than prompts; one line when a rank fails.  test_answers.sh ITHACA WORK_DIR
+set -u
+ithaca=$1 work=$2 start=$(cd "$(dirname "$0")" && pwd)/start_ranks.sh
+rm -rf "$work" && mkdir -p "$work" || exit 1
+failures=0
+fail() { echo "FAIL: $*"; failures=$((failures + 1)); }
+i=0
+while [ $i -lt 11 ]; do # lengths differ
+    echo "What lies behind cape $(seq -s ' and ' 0 $i)?" >>"$work/prompts.txt"
+    printf '{"messages": [{"role": "user", "content": "What lies behind cape %d?"}, {"role": "assistant", "content": "Bay %d."}]}\n' \
+        $i $((i * 2)) >>"$work/data.jsonl"
+    i=$((i + 1))
+done
+cat >"$work/linear.json" <<END
+{"model_type": "qwen3_5_moe_text", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+ "num_key_value_heads": 2, "head_dim": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+ "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 1e-6, "torch_dtype": "float32",
+ "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+END
+for made in "qwen3 --size tiny" "qwen3_moe --size tiny-moe" "qwen3_5 --config $work/linear.json" "llada2 --size tiny-llada2"; do
+    # shellcheck disable=SC2086
+    set -- $made
+    name=$1; shift
+    "$ithaca" init "$@" --learn "$work/data.jsonl" --vocab-size 300 "$work/$name" >/dev/null 2>&1 || { echo "init $name failed"; exit 1; }
+done
+
+answer() { # RANKS NAME MODEL options...
+    ranks=$1 name=$2 model=$3; shift 3
+    timeout 60 "$start" "$ranks" "$ithaca" generate "$work/$model" "$work/prompts.txt" --max-new-tokens 12 --threads 1 --device cpu \
+        --batch 3 "$@" >"$work/$name.jsonl" 2>"$work/$name.err"
+}
+for model in qwen3 qwen3_moe qwen3_5 llada2; do
+    how="--block-size 8 --record $work/record.jsonl" drawn="--block-size 8 --temperature 0.9 --seed 5"
+    [ $model = llada2 ] || how="--do-sample false" drawn="--do-sample true --temperature 1.0 --seed 5"
+    for way in "$how" "$drawn"; do
+        rm -f "$work/record.jsonl"
+        # shellcheck disable=SC2086
+        answer 1 one $model $way || { fail "$model $way"; tail -2 "$work/one.err"; continue; }
+        [ "$(wc -l <"$work/one.jsonl")" = 11 ] || fail "$model: not 11 rows"
+        [ -f "$work/record.jsonl" ] && mv "$work/record.jsonl" "$work/record-one"
+        for layout in "3" "2 --cut-weights" "4 --cut-weights --ep-size 2" "13 --cut-weights"; do
+            # shellcheck disable=SC2086
+            set -- $layout
+            ranks=$1; shift
+            [ "$model-$ranks" = qwen3-4 ] && set -- --cut-weights # no experts
+            # shellcheck disable=SC2086
+            answer "$ranks" many $model $way "$@" || { fail "$model $way, $ranks ranks $* ended with $?"; tail -2 "$work/many.err"; continue; }
+            cmp -s "$work/one.jsonl" "$work/many.jsonl" || fail "$model $way: $ranks ranks $* answer otherwise"
+            [ ! -f "$work/record.jsonl" ] || cmp -s "$work/record.jsonl" "$work/record-one" || fail "$model: other record, $ranks ranks $*"
+        done
+    done
+done
+
+# A rank without memory, anywhere: one line from one rank.
+for cut in "" --cut-weights; do
+    hit=0
+    for n in 100 400 1150 1200 1250 1400 1600 1700 1720 1740 1760 1780 1800; do
+        # shellcheck disable=SC2086
+        ITH_FAULT_RANK=1 ITH_FAULT_SPEC=alloc:$n answer 2 fault qwen3 $cut
+        code=$?
+        [ $code = 0 ] && continue
+        hit=$((hit + 1))
+        [ $code = 1 ] && [ "$(grep -c '^error: rank 1: ' "$work/fault.err")" = 1 ] && [ "$(grep -c '^error: ' "$work/fault.err")" = 1 ] ||
+            { fail "alloc:$n $cut ended with $code"; grep '^error' "$work/fault.err"; }
+    done
+    [ $hit -ge 3 ] || fail "only $hit faults hit"
+done
+answer 2 wrong qwen3_moe --cut-weights --ep-size 3
+[ $? = 2 ] && [ "$(grep -c '^error: --ep-size: 3 does not divide' "$work/wrong.err")" = 1 ] || { fail "ep-size 3"; tail -2 "$work/wrong.err"; }
+
+[ $failures = 0 ] && echo "all ranks answer as one"
+exit $((failures > 0))
