@@ -26,6 +26,15 @@ fits=$(bytes_of "$tokens") more=$(bytes_of $((tokens + tokens / 50)))
 awk -v a="$fits" -v b="$more" 'BEGIN { limit = 80 * 0.97e9 / 1073741824; exit !(a <= limit + 0.005 && a > 0.99 * limit && b > limit) }' ||
     fail "$tokens tokens in 80 GB: $fits GiB, and $more GiB for 2 % more"
 
+# The plug-in counts for GPUs that are not there: inputs on the host make room, and their bytes are told.
+if table=$("$ithaca" plan --size 8b --longest device=cuda 2>/dev/null); then
+    echo "$table" | awk '$1 == 8 && $3 == "GB" { rows++; if (!($6 > $5 && $5 > $4 && $7 > 1 && $8 == "GB")) bad = 1 } END { exit bad || rows != 2 }' ||
+        { fail "--longest of GPUs"; echo "$table"; }
+    "$ithaca" plan --size 8b -n 1048576 cp_size=8 zero_stage=3 device=cuda 2>&1 |
+        grep -q "^error: cuda:0: its memory is not known without it (give memory_limit)" ||
+        "$ithaca" env 2>/dev/null | grep -q "NVIDIA" || fail "a GPU that is not there"
+fi
+
 # A model directory serves as a shape does: only config.json is read.
 work=$(mktemp -d) && mkdir "$work/model" || exit 1
 cat >"$work/model/config.json" <<END
