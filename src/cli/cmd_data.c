@@ -8,6 +8,7 @@
 #include "base/file.h"
 #include "data/batching.h"
 #include "model/media_open.h"
+#include "model/model.h"
 
 #include <inttypes.h>
 #include <limits.h>
@@ -27,7 +28,7 @@ typedef struct {
     ith_hf_config hf;
     ith_media *media; /* NULL: the model reads text only, or has no config.json here */
     ith_samples *samples;
-    ith_batcher *batcher;
+    bool eval;
     bool colours;
     ith_buf out;
 } view;
@@ -144,19 +145,34 @@ static ith_status put_sample(view *v, int64_t entry, ith_error *err)
     return ITH_OK;
 }
 
+/* Of a model whose shape is known; else by tokens alone. */
+static ith_batch_work work_of(const view *v)
+{
+    if (v->hf.hidden_size == 0)
+        return (ith_batch_work){.linear = 1};
+    double labels =
+        (double)ith_samples_num_labels(v->samples) / (double)ith_samples_num_tokens(v->samples);
+    return (ith_batch_work){.linear = ith_config_flops(&v->hf, 1, 0, labels).total,
+                            .quadratic = ith_config_flops(&v->hf, 0, 0.5, 0).total};
+}
+
 /* A micro-batch as the model gets it: a token is trained when the row before it has it as label. */
-static ith_status put_micro_batch(view *v, int64_t j, const ith_batch_step *step, ith_error *err)
+static ith_status put_micro_batch(view *v, ith_batcher *batcher, int64_t group, int64_t j,
+                                  const ith_batch_step *step, ith_error *err)
 {
     ith_micro_batch mb;
-    ITH_TRY(ith_batcher_fill(v->batcher, j, &mb, err));
+    ITH_TRY(ith_batcher_fill(batcher, j, &mb, err));
     bool *trained = NULL;
     ITH_TRY(ith_alloc_zero((void **)&trained, ith_max_i64(mb.num_tokens, 1), sizeof(bool), "view",
                            err));
+    ith_buf_printf(&v->out, "=== step %" PRId64 ", ", step->step + 1);
+    if (v->layout.dp_size > 1)
+        ith_buf_printf(&v->out, "group %" PRId64 " of %" PRId64 ", ", group + 1, v->layout.dp_size);
     ith_buf_printf(&v->out,
-                   "=== step %" PRId64 ", micro-batch %" PRId64 " of %" PRId64 ": %" PRId64
-                   " documents, %" PRId64 " tokens, %" PRId64 " trained, weight %g of %g\n",
-                   step->step + 1, j + 1, step->num_micro, mb.num_docs, mb.num_tokens,
-                   mb.num_labels, mb.weight_sum, step->weight_sum);
+                   "micro-batch %" PRId64 " of %" PRId64 ": %" PRId64 " documents, %" PRId64
+                   " tokens, %" PRId64 " trained, weight %g of %g\n",
+                   j + 1, step->num_micro, mb.num_docs, mb.num_tokens, mb.num_labels, mb.weight_sum,
+                   step->weight_sum);
     for (int64_t d = 0; d < mb.num_docs; d++) {
         int64_t begin = mb.cu_seqlens[d], n = mb.cu_seqlens[d + 1] - begin;
         for (int64_t t = 1; t < n; t++)
@@ -170,16 +186,35 @@ static ith_status put_micro_batch(view *v, int64_t j, const ith_batch_step *step
     return ITH_OK;
 }
 
-static ith_status put_step(view *v, int64_t number, ith_error *err)
+static ith_status put_group(view *v, ith_batcher *batcher, int64_t group, int64_t number,
+                            ith_error *err)
 {
     ith_batch_step step = {0};
     for (int64_t i = 0; i < number; i++)
-        if (!ith_batcher_next(v->batcher, &step))
+        if (!ith_batcher_next(batcher, &step))
             return ith_fail(err, ITH_ERR_USAGE,
                             "data: --step %" PRId64 ": the run has %" PRId64 " steps", number, i);
     for (int64_t j = 0; j < step.num_micro; j++)
-        ITH_TRY(put_micro_batch(v, j, &step, err));
+        ITH_TRY(put_micro_batch(v, batcher, group, j, &step, err));
     return ITH_OK;
+}
+
+/* What each group of ranks computes, every document cut over its group. */
+static ith_status put_step(view *v, int64_t number, ith_error *err)
+{
+    ith_status status = ITH_OK;
+    for (int64_t g = 0; g < v->layout.dp_size && status == ITH_OK; g++) {
+        ith_batcher_options o = v->eval ? ith_batcher_eval_options(&v->config, &v->layout, g)
+                                        : ith_batcher_options_from(&v->config, &v->layout, g);
+        ith_batcher *batcher = NULL;
+        o.media = v->media;
+        o.pool = v->pool;
+        o.work = work_of(v);
+        ITH_TRY(ith_batcher_create(&batcher, v->samples, &o, err));
+        status = put_group(v, batcher, g, number, err);
+        ith_batcher_destroy(batcher);
+    }
+    return status;
 }
 
 static void put_summary(view *v)
@@ -236,21 +271,26 @@ static ith_status put_packing(view *v, ith_error *err)
 {
     ith_buf_printf(&v->out,
                    "\nbatching_strategy      steps/epoch  micro-batches  docs each  tokens each  "
-                   "filled  if padded\n");
+                   "filled  if padded%s\n",
+                   v->layout.dp_size > 1 ? "  busiest" : "");
     for (size_t i = 0; i < sizeof strategies / sizeof strategies[0]; i++) {
         ith_batcher_options o = ith_batcher_options_from(&v->config, &v->layout, 0);
         ith_batcher *b = NULL;
         o.strategy = strategies[i].strategy;
+        o.work = work_of(v);
         o.carry_over = false;
         o.num_epochs = 1;
         ITH_TRY(ith_batcher_create(&b, v->samples, &o, err));
         ith_batch_report r = ith_batcher_report(b);
         double micro = (double)ith_max_i64(r.num_micro, 1);
         ith_buf_printf(&v->out,
-                       "%s %-20s %11" PRId64 "  %13" PRId64 "  %9.1f  %11.0f  %5.1f%%  %8.1f%%\n",
+                       "%s %-20s %11" PRId64 "  %13" PRId64 "  %9.1f  %11.0f  %5.1f%%  %8.1f%%",
                        o.strategy == v->config.batching_strategy ? "*" : " ", strategies[i].name,
                        r.num_steps, r.num_micro, (double)r.num_docs / micro,
                        (double)r.num_tokens / micro, 100 * r.efficiency, 100 * r.pad_efficiency);
+        if (v->layout.dp_size > 1)
+            ith_buf_printf(&v->out, "  %7.2f", r.work_dealt / r.work_even);
+        ith_buf_putc(&v->out, '\n');
         ith_batcher_destroy(b);
     }
     ith_buf_printf(&v->out,
@@ -258,6 +298,11 @@ static ith_status put_packing(view *v, ith_error *err)
                    " tokens. Pad tokens are never computed; the last column says what share of\n"
                    "the computed tokens would be real if they were.\n",
                    v->config.cutoff_len * v->config.micro_batch_size);
+    if (v->layout.dp_size > 1)
+        ith_buf_printf(&v->out,
+                       "busiest: work of the group of ranks that the others wait for, of %" PRId64
+                       "; 1 is even.\n",
+                       v->layout.dp_size);
     return ITH_OK;
 }
 
@@ -287,20 +332,15 @@ static ith_status open_view(view *v, bool eval, ith_error *err)
     if (!c->model)
         return ith_config_fail(c, "model", err, "not given; its tokenizer is needed");
     ITH_TRY(ith_model_dir_check(c->model, ITH_DIR_TOKENIZER, err));
-    int64_t ranks = (c->dp_size == ITH_CONFIG_UNSET ? 1 : c->dp_size) * c->cp_size;
-    ITH_TRY(ith_config_resolve_layout(c, ranks, &v->layout, err));
+    ITH_TRY(ith_config_resolve_layout(c, ith_config_ranks(c), &v->layout, err));
     ITH_TRY(ith_pool_create(&v->pool, (int)c->nproc, err));
     ITH_TRY(ith_tokenizer_open(&v->tokenizer, c->model, err));
     ITH_TRY(ith_chat_open(&v->chat, c->model, c->custom_chat_template, v->tokenizer, err));
     ITH_TRY(open_media(v, err));
     ith_samples_options o = ith_samples_options_from(c, eval, v->tokenizer, v->chat, v->pool);
     o.media = v->media;
-    ITH_TRY(ith_samples_open(&v->samples, &o, err));
-    ith_batcher_options b = eval ? ith_batcher_eval_options(c, &v->layout, 0)
-                                 : ith_batcher_options_from(c, &v->layout, 0);
-    b.media = v->media;
-    b.pool = v->pool;
-    return ith_batcher_create(&v->batcher, v->samples, &b, err);
+    v->eval = eval;
+    return ith_samples_open(&v->samples, &o, err);
 }
 
 static ith_status show(view *v, const ith_args *args, ith_error *err)
@@ -332,7 +372,6 @@ static ith_status run_data(const ith_args *args, ith_error *err)
     ITH_TRY(ith_config_load(&v.config, args->positional[0], args->positional + 1,
                             args->num_positional - 1, err));
     ith_status status = show(&v, args, err);
-    ith_batcher_destroy(v.batcher);
     ith_samples_close(v.samples);
     ith_media_close(v.media);
     ith_hf_config_deinit(&v.hf);

@@ -56,6 +56,14 @@ static void test_data_shows_a_step_document_by_document(void **state)
     assert_has(&run.out, "=== step 1, micro-batch 1 of 1: 2 documents, ");
     assert_has(&run.out, "--- rows 0-");
     program_run_deinit(&run);
+    run = run_data("--step=1", "ranks=2");
+    assert_int_equal(run.code, 0);
+    assert_has(&run.out, "=== step 1, group 1 of 2, micro-batch 1 of 1: 1 documents, ");
+    assert_has(&run.out, "=== step 1, group 2 of 2, micro-batch 1 of 1: 1 documents, ");
+    program_run_deinit(&run);
+    run = run_data("--stats", "ranks=2");
+    assert_has(&run.out, "if padded  busiest\n");
+    program_run_deinit(&run);
     run = run_data("--step=99", NULL);
     assert_int_equal(run.code, 2);
     assert_has(&run.err, "error: data: --step 99: the run has ");

@@ -105,6 +105,13 @@ train wrong qwen3_5 cp_size=8 cp_mode=ulysses
 [ $? = 2 ] && grep -q "^error: .*cp_size: 8 is more than num_attention_heads 4" "$work/wrong.out" ||
     { fail "cp_size 8"; tail -3 "$work/wrong.out"; }
 
+# Where every document is cut, for one reason or another, staying whole cannot be asked for; auto just does not.
+train wrong llada2 cp_size=2 cp_whole_documents=always
+[ $? = 2 ] && grep -q "^error: .*cp_whole_documents: always: noise makes documents longer (use auto)" "$work/wrong.out" ||
+    { fail "whole documents with noise"; tail -3 "$work/wrong.out"; }
+train wrong qwen3_5 cp_size=2 cp_whole_documents=always router_aux_loss_coef=0.01
+[ $? = 2 ] && grep -q "^error: .*cp_whole_documents: always: the load balancing loss is a mean" "$work/wrong.out" ||
+    { fail "whole documents with a load balancing loss"; tail -3 "$work/wrong.out"; }
 train wrong qwen3_5 ep_size=3 global_batch_size=6
 [ $? = 2 ] && grep -q "^error: .*ep_size: 3 does not divide num_experts 8" "$work/wrong.out" ||
     { fail "ep_size 3"; tail -3 "$work/wrong.out"; }
