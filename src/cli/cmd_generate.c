@@ -460,6 +460,7 @@ static ith_status answer_block_batch(ith_block_decoder *d, const ith_answering *
                                      ith_error *err)
 {
     ith_block_view view;
+    ITH_ASSERT(n == 0 || answers);
     how->first_stream = (uint64_t)first;
     if (o->drawn)
         ith_block_view_begin(&view, a, how, answers);
@@ -520,6 +521,7 @@ static ith_status answer_blocks(const ith_answering *a, const ith_args *args, co
                 (double)sums[0] / (double)ith_max_i64(sums[1], 1),
                 (double)sums[0] / seconds_since(&t0));
 out:
+    out->file = NULL;
     ith_writer_abort(&record);
     ith_free(answers);
     ith_block_decoder_close(&d);

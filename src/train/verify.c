@@ -86,7 +86,7 @@ static int list_state(const ith_verifier *v, view *out)
     return n;
 }
 
-static ith_status hash_view(ith_verifier *v, const view *w, uint64_t *sums, ith_error *err)
+static ith_status hash_view(ith_verifier *v, const view *w, uint64_t *sums)
 {
     for (int64_t i = 0; i < num_pieces(v); i++) {
         int64_t begin = 0, count = span_of(v, w, i, &begin),
@@ -100,7 +100,6 @@ static ith_status hash_view(ith_verifier *v, const view *w, uint64_t *sums, ith_
         }
         sums[i] = ith_hash64_value(&hash);
     }
-    (void)err;
     return ITH_OK;
 }
 
@@ -125,8 +124,7 @@ static ith_status compare_copies(ith_verifier *v, const char *point, const view 
                                  ith_error *err)
 {
     const ith_mesh *mesh = v->t->mesh;
-    ith_error own = {0};
-    ith_status status = hash_view(v, w, sums, &own);
+    ith_status status = hash_view(v, w, sums); /* its text is in the ctx's error */
     int64_t other = -1, among = -1;
     if (mesh && mesh->world) {
         ITH_TRY(find_other(v, w, mesh->world, sums, &other, err));

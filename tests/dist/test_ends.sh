@@ -88,6 +88,17 @@ ITH_FAULT_RANK=2 ITH_FAULT_SPEC=read:3 job 4 unread
 [ $? = 1 ] || fail "unread: exit code"
 one_line unread "rank 2: "
 
+# A gradient that is NaN on one rank: all stop, or all go on.
+for stage in 0 3; do
+    export ITH_FAULT_RANK=1 ITH_FAULT_SPEC=verify:2
+    job 2 nan verify=true zero_stage=$stage nonfinite=stop
+    [ $? = 1 ] || fail "nan, stage $stage: exit code"
+    one_line nan "step 1: gradients are not finite"
+    job 2 nan verify=true zero_stage=$stage nonfinite=skip || fail "nan, stage $stage: skip ended with $?"
+    unset ITH_FAULT_RANK ITH_FAULT_SPEC
+    [ "$(grep -c "step 1: gradients are not finite, no update" "$work/nan.out")" = 1 ] || { fail "nan: not skipped"; tail -2 "$work/nan.out"; }
+done
+
 # A rank that is not there when the others meet: told after the time that was given.
 began=$(date +%s)
 WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((20000 + $$ % 12000)) ITH_MEETING_TIMEOUT=2 timeout 60 \
