@@ -1,8 +1,13 @@
 /* bench_step.c - a whole training step of a real shape, random weights and tokens.
  *
  *     ithaca_bench_step [model=0.6b] [batch=4] [seq=4096] [device=auto|cpu|cuda] [steps=8] [warm=3]
- * [keep=auto|all|attention|input|host] [master=fp32|bf16] [dtype=bfloat16] [chunk=N] [vocab=151936]
- * [threads=N] [profile=0|1] [csv=FILE] [memory=GIB] [plan=1] [json=1]
+ * [keep=auto|all|attention|input|host] [master=fp32|bf16] [dtype=bfloat16] [chunk=N] [vocab=N]
+ * [threads=N] [profile=0|1] [csv=FILE] [memory=GIB] [plan=1] [json=1] [layers=N] [accum=1]
+ * [block=32]
+ *
+ * A diffusion model (llada2-mini) trains rows of seq clean tokens by block diffusion, 0.3 to 0.8
+ * of them masked; tokens per second count the clean ones. accum: micro-batches of a step; layers:
+ * of the model, where all of them are too many.
  *
  * Under mpirun the ranks share the work: [cp=1] ranks a sequence, of which [ulysses=cp] neighbours
  * exchange heads and the rest is a ring, the others other sequences; [zero=0]. Tokens per second
@@ -21,11 +26,13 @@
 #include "base/rng.h"
 #include "kernels/profile.h"
 #include "model/presets.h"
+#include "train/diffusion.h"
 #include "train/trainer.h"
 
 typedef struct {
     char model[32], csv[256];
-    int64_t batch, seq, steps, warm, chunk, vocab, memory_gib, cp, ulysses, zero;
+    int64_t batch, seq, steps, warm, chunk, vocab, memory_gib, cp, ulysses, zero, layers, accum,
+        block;
     int keep, threads;
     ith_use_device device;
     bool bf16_states, profile, plan, json;
@@ -79,8 +86,9 @@ static options parse(int argc, char **argv)
                  .seq = 4096,
                  .steps = 8,
                  .warm = 3,
-                 .vocab = 151936,
                  .cp = 1,
+                 .accum = 1,
+                 .block = 32,
                  .keep = -1,
                  .dtype = ITH_BF16};
     for (int i = 1; i < argc; i++) {
@@ -88,10 +96,11 @@ static options parse(int argc, char **argv)
         const struct {
             const char *key;
             int64_t *to;
-        } numbers[] = {{"batch", &o.batch},       {"seq", &o.seq},     {"steps", &o.steps},
-                       {"warm", &o.warm},         {"chunk", &o.chunk}, {"vocab", &o.vocab},
-                       {"memory", &o.memory_gib}, {"cp", &o.cp},       {"ulysses", &o.ulysses},
-                       {"zero", &o.zero}};
+        } numbers[] = {{"batch", &o.batch},       {"seq", &o.seq},       {"steps", &o.steps},
+                       {"warm", &o.warm},         {"chunk", &o.chunk},   {"vocab", &o.vocab},
+                       {"memory", &o.memory_gib}, {"cp", &o.cp},         {"ulysses", &o.ulysses},
+                       {"zero", &o.zero},         {"layers", &o.layers}, {"accum", &o.accum},
+                       {"block", &o.block}};
         bool found = false;
         for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
             if (is(a, numbers[k].key, &v)) {
@@ -182,7 +191,8 @@ static ith_micro_batch make_batch(const options *o)
     b.labels = ith_malloc(n * 4);
     b.weights = ith_malloc(n * 4);
     b.cu_seqlens = ith_malloc((o->batch + 1) * 4);
-    if (!b.ids || !b.position_ids || !b.labels || !b.weights || !b.cu_seqlens)
+    b.sample = ith_malloc(o->batch * 8);
+    if (!b.ids || !b.position_ids || !b.labels || !b.weights || !b.cu_seqlens || !b.sample)
         exit(1);
     for (int64_t i = 0; i < n; i++) {
         b.ids[i] = (int32_t)ith_rng_below(3, 4, (uint64_t)i, o->vocab);
@@ -195,6 +205,8 @@ static ith_micro_batch make_batch(const options *o)
     }
     for (int64_t i = 0; i <= o->batch; i++)
         b.cu_seqlens[i] = (int32_t)(i * o->seq);
+    for (int64_t i = 0; i < o->batch; i++)
+        b.sample[i] = i;
     return b;
 }
 
@@ -233,6 +245,25 @@ static void print_traffic(const ith_mesh *m, traffic before, int64_t steps, bool
     printf("\n");
 }
 
+/* The same rows, noisy: [noisy; clean], a share of 0.3 to 0.8 of each masked. */
+static ith_noiser *open_noise(const options *o, const ith_micro_batch *clean, ith_noise_options *n)
+{
+    ith_noiser *noiser = NULL;
+    ith_batch_limits limits = {.max_tokens = clean->num_tokens,
+                               .max_docs = clean->num_docs,
+                               .max_labels = clean->num_tokens,
+                               .max_doc_tokens = o->seq};
+    *n = (ith_noise_options){.blocks = true,
+                             .block_size = o->block,
+                             .mask_id = (int32_t)o->vocab - 1,
+                             .low = 0.3,
+                             .high = 0.8,
+                             .same_token = true,
+                             .seed = 1};
+    check(ith_noiser_create(&noiser, n, &limits, &err));
+    return noiser;
+}
+
 static int by_value(const void *a, const void *b)
 {
     double x = *(const double *)a, y = *(const double *)b;
@@ -265,7 +296,12 @@ int main(int argc, char **argv)
         fprintf(stderr, "error: model %s is not one of: %s\n", o.model, ith_preset_words);
         return 2;
     }
+    bool diffusion = ith_preset_is_diffusion(preset);
+    if (!o.vocab)
+        o.vocab = diffusion ? 157184 : 151936;
     check(ith_preset_config(preset, o.vocab, -1, o.dtype, &json, &err));
+    if (o.layers)
+        json_object_set_new(json, "num_hidden_layers", json_integer(o.layers));
     char *text = json_dumps(json, 0);
     check(ith_hf_config_parse(&hf, text, (int64_t)strlen(text), "preset", &err));
     ith_comm *world = NULL;
@@ -285,12 +321,25 @@ int main(int argc, char **argv)
             check(ith_mesh_open_device(mesh, ctx->device, o.zero >= 2, &err));
     }
     check(ith_model_create(&model, &hf, o.dtype, o.seq, &err));
+    ith_micro_batch clean = make_batch(&o), b = clean;
+    ith_batch_limits limits = {.max_tokens = clean.num_tokens,
+                               .max_docs = clean.num_docs,
+                               .max_labels = clean.num_labels,
+                               .max_doc_tokens = o.seq};
+    ith_noise_options noise = {0};
+    ith_noiser *noiser = diffusion ? open_noise(&o, &clean, &noise) : NULL;
+    if (noiser) {
+        limits = ith_noiser_limits(noiser);
+        ith_noiser_apply(noiser, NULL, &clean, 0, o.accum, &b);
+    }
     ith_step_config c = {.mesh = mesh,
                          .zero_stage = ith_narrow(o.zero),
-                         .max_tokens = o.batch * o.seq,
-                         .max_docs = o.batch,
-                         .max_labels = o.batch * (o.seq - 1),
-                         .max_doc_tokens = o.seq,
+                         .max_tokens = limits.max_tokens,
+                         .max_docs = limits.max_docs,
+                         .max_labels = limits.max_labels,
+                         .max_doc_tokens = limits.max_doc_tokens,
+                         .block = diffusion ? o.block : 0,
+                         .noisy = diffusion,
                          .chunk_rows = o.chunk,
                          .training = true,
                          .fp32_master = !o.bf16_states,
@@ -320,10 +369,10 @@ int main(int argc, char **argv)
     fill_weights(model, ctx, model->w);
     fill_weights(model, ctx, step->master);
     check(ith_model_refresh_weights(model, ctx));
-    ith_micro_batch b = make_batch(&o);
-    double dp = mesh ? (double)mesh->dp_size : 1;
-    double rate = 0,
-           flops = dp * ith_model_flops(model, b.cu_seqlens, b.num_docs, b.num_labels).total;
+    double dp = mesh ? (double)mesh->dp_size : 1, parts = dp * (double)o.accum, rate = 0;
+    double flops =
+        parts * (diffusion ? ith_diffusion_flops(model, &noise, &b)
+                           : ith_model_flops(model, b.cu_seqlens, b.num_docs, b.num_labels).total);
     double *ms = ith_malloc((o.steps + 1) * (int64_t)sizeof(double));
     ith_step_stats stats = {0};
     if (o.profile)
@@ -335,8 +384,9 @@ int main(int argc, char **argv)
         if (i == o.warm && mesh)
             before_steps = traffic_of(mesh);
         double start = now_s();
-        ith_step_begin(step, b.weight_sum * dp);
-        check(ith_step_micro(step, &b));
+        ith_step_begin(step, b.weight_sum * parts);
+        for (int64_t k = 0; k < o.accum; k++)
+            check(ith_step_micro(step, &b));
         check(ith_step_end(step, (ith_adamw_hyper){1e-5f, 0.9f, 0.999f, 1e-8f, 0.01f, i + 1},
                            &stats));
         double took = 1e3 * (now_s() - start);
@@ -355,7 +405,7 @@ int main(int argc, char **argv)
     check(ctx->device->memory(ctx->device, &free_bytes, &total_bytes, &err));
     check(ith_measure_matmul_rate(&session, o.dtype, &rate));
     check(ith_comm_all_reduce(world, &rate, 1, ITH_F64, ITH_REDUCE_SUM, &err));
-    double tok_s = dp * (double)b.num_tokens / median * 1e3;
+    double tok_s = parts * (double)clean.num_tokens / median * 1e3;
     printf("median %.2f ms, best %.2f ms: %.0f tok/s, %.1f TFLOP/s, %.1f%% of the measured %.1f; "
            "planned %.2f GiB, device in use %.2f GiB of which %.2f before the plan, loss %.4f\n",
            median, best, tok_s, flops / median * 1e-9, 100 * flops / median * 1e3 / rate,
@@ -378,6 +428,7 @@ int main(int argc, char **argv)
     }
     ith_profile_destroy(ctx->profile);
     ctx->profile = NULL;
+    ith_noiser_destroy(noiser);
     ith_step_destroy(step);
     ith_model_destroy(model);
     ith_mesh_close(&mesh_store);

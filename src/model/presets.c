@@ -1,31 +1,35 @@
-/* presets.c - shapes of published models. Source: the config.json files of the Qwen3 and
- * Qwen3.5 releases. */
+/* presets.c - shapes of published models. Source: the config.json files of the Qwen3, Qwen3.5 and
+ * LLaDA2 releases. */
 #include "model/presets.h"
 
 #include <string.h>
 
 const char ith_preset_words[] =
-    "tiny small 0.6b 1.7b 4b 8b 14b 32b tiny-moe 30b-a3b tiny-llada2 qwen3.5-tiny "
-    "qwen3.5-tiny-moe qwen3.5-0.8b qwen3.5-2b qwen3.5-4b qwen3.5-9b qwen3.5-27b qwen3.5-35b-a3b";
+    "tiny small 0.6b 1.7b 4b 8b 14b 32b tiny-moe 30b-a3b tiny-llada2 llada2-mini llada2-flash "
+    "qwen3.5-tiny qwen3.5-tiny-moe qwen3.5-0.8b qwen3.5-2b qwen3.5-4b qwen3.5-9b qwen3.5-27b "
+    "qwen3.5-35b-a3b";
 
-/* Published Qwen3 shapes, and two small ones. */
+/* Published Qwen3 and LLaDA2 shapes, and small ones. */
 static const struct preset {
     const char *name;
     int64_t hidden, layers, heads, kv_heads, head_dim, intermediate;
     bool tied;
     int64_t experts, experts_per_tok, moe_intermediate;
-    bool llada2; /* first layer dense, 4 groups of experts, 2 of them, one shared expert */
-} presets[] = {{"tiny", 64, 2, 4, 2, 16, 128, true, 0, 0, 0, false},
-               {"small", 256, 4, 4, 2, 64, 768, true, 0, 0, 0, false},
-               {"0.6b", 1024, 28, 16, 8, 128, 3072, true, 0, 0, 0, false},
-               {"1.7b", 2048, 28, 16, 8, 128, 6144, true, 0, 0, 0, false},
-               {"4b", 2560, 36, 32, 8, 128, 9728, true, 0, 0, 0, false},
-               {"8b", 4096, 36, 32, 8, 128, 12288, false, 0, 0, 0, false},
-               {"14b", 5120, 40, 40, 8, 128, 17408, false, 0, 0, 0, false},
-               {"32b", 5120, 64, 64, 8, 128, 25600, false, 0, 0, 0, false},
-               {"tiny-moe", 64, 2, 4, 2, 16, 128, false, 8, 2, 32, false},
-               {"30b-a3b", 2048, 48, 32, 4, 128, 6144, false, 128, 8, 768, false},
-               {"tiny-llada2", 64, 3, 4, 2, 16, 128, false, 8, 2, 32, true}};
+    /* LLaDA2 (first layer dense, one shared expert): groups of experts, those a token may use */
+    int64_t groups, groups_used;
+} presets[] = {{"tiny", 64, 2, 4, 2, 16, 128, true, 0, 0, 0, 0, 0},
+               {"small", 256, 4, 4, 2, 64, 768, true, 0, 0, 0, 0, 0},
+               {"0.6b", 1024, 28, 16, 8, 128, 3072, true, 0, 0, 0, 0, 0},
+               {"1.7b", 2048, 28, 16, 8, 128, 6144, true, 0, 0, 0, 0, 0},
+               {"4b", 2560, 36, 32, 8, 128, 9728, true, 0, 0, 0, 0, 0},
+               {"8b", 4096, 36, 32, 8, 128, 12288, false, 0, 0, 0, 0, 0},
+               {"14b", 5120, 40, 40, 8, 128, 17408, false, 0, 0, 0, 0, 0},
+               {"32b", 5120, 64, 64, 8, 128, 25600, false, 0, 0, 0, 0, 0},
+               {"tiny-moe", 64, 2, 4, 2, 16, 128, false, 8, 2, 32, 0, 0},
+               {"30b-a3b", 2048, 48, 32, 4, 128, 6144, false, 128, 8, 768, 0, 0},
+               {"tiny-llada2", 64, 3, 4, 2, 16, 128, false, 8, 2, 32, 4, 2},
+               {"llada2-mini", 2048, 20, 16, 4, 128, 5120, false, 256, 8, 512, 8, 4},
+               {"llada2-flash", 4096, 32, 32, 4, 128, 9216, false, 256, 8, 1024, 8, 4}};
 
 /* Qwen3.5 with its vision tower; behind the others. */
 static const struct preset_3_5 {
@@ -183,10 +187,10 @@ static ith_status llada2_config(json_t *c, const struct preset *p, json_t **out,
         "rope_theta", 600000.0, "partial_rotary_factor", 0.5, "num_experts", (json_int_t)p->experts,
         "num_experts_per_tok", (json_int_t)p->experts_per_tok, "moe_intermediate_size",
         (json_int_t)p->moe_intermediate, "num_shared_experts", (json_int_t)1,
-        "first_k_dense_replace", (json_int_t)1, "n_group", (json_int_t)4, "topk_group",
-        (json_int_t)2, "use_bias", 0, "use_qkv_bias", 0, "use_qk_norm", 1, "norm_topk_prob", 1,
-        "routed_scaling_factor", 2.5, "score_function", "sigmoid", "moe_router_enable_expert_bias",
-        1);
+        "first_k_dense_replace", (json_int_t)1, "n_group", (json_int_t)p->groups, "topk_group",
+        (json_int_t)p->groups_used, "use_bias", 0, "use_qkv_bias", 0, "use_qk_norm", 1,
+        "norm_topk_prob", 1, "routed_scaling_factor", 2.5, "score_function", "sigmoid",
+        "moe_router_enable_expert_bias", 1);
     int failed = !more || json_object_update(c, more) != 0;
     json_decref(more);
     if (failed) {
@@ -200,7 +204,7 @@ static ith_status llada2_config(json_t *c, const struct preset *p, json_t **out,
 bool ith_preset_is_diffusion(int preset)
 {
     ITH_ASSERT(preset >= 0 && preset < NUM_PRESETS + NUM_3_5);
-    return preset < NUM_PRESETS && presets[preset].llada2;
+    return preset < NUM_PRESETS && presets[preset].groups > 0;
 }
 
 ith_status ith_preset_config(int preset, int64_t vocab_size, int64_t eos_token_id, ith_dtype dtype,
@@ -225,7 +229,7 @@ ith_status ith_preset_config(int preset, int64_t vocab_size, int64_t eos_token_i
         eos_token_id >= 0 ? json_integer(eos_token_id) : json_null(), "bos_token_id", json_null(),
         "torch_dtype", dtype == ITH_F32 ? "float32" : "bfloat16", "use_cache", 1,
         "use_sliding_window", 0);
-    if (c && p->llada2)
+    if (c && p->groups)
         return llada2_config(c, p, out, err);
     if (c && p->experts) {
         json_object_set_new(c, "num_experts", json_integer(p->experts));

@@ -1,5 +1,5 @@
-/* presets.h - published Qwen3 and Qwen3.5 shapes, and a few small ones, for `ithaca init`, tests
- * and benches.
+/* presets.h - published Qwen3, Qwen3.5 and LLaDA2 shapes, and a few small ones, for `ithaca init`,
+ * tests and benches.
  */
 #ifndef ITH_MODEL_PRESETS_H
 #define ITH_MODEL_PRESETS_H
