@@ -392,7 +392,7 @@ static ith_status walk_adamw(bench *b)
     return ITH_OK;
 }
 
-/* ---- experts, 8 per token and 1024 rows each: w [E,N,K] ---- */
+/* ---- experts, 8 per token and 1024 rows each: w [E,N,K]; dense: the same rows, one matrix ---- */
 
 typedef struct {
     const char *name;
@@ -402,7 +402,7 @@ typedef struct {
 static const expert_shape expert_shapes[] = {
     {"128 x 2048->1536", 128, 1536, 2048}, /* gate_up and down of Qwen3-30B-A3B */
     {"128 x 768->2048", 128, 2048, 768},
-    {"256 x 2048->1024", 256, 1024, 2048}, /* of Qwen3.5-35B-A3B */
+    {"256 x 2048->1024", 256, 1024, 2048}, /* of Qwen3.5-35B-A3B and LLaDA2-mini */
     {"256 x 512->2048", 256, 2048, 512},
 };
 
@@ -490,7 +490,9 @@ static ith_status walk_experts(bench *b, const expert_shape *e)
     double combine_bytes = token * (double)(e->k * 2 * (SLOTS + 1));
     ITH_TRY(timed(b, "expert combine", moe_combine, &a, combine_bytes, 0, 1));
     ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
-    return ITH_OK;
+    char dense[64];
+    snprintf(dense, sizeof dense, "experts %s dense", e->name);
+    return walk_linear(b, dense, s, e->n, e->k);
 }
 
 /* ---- LLaDA2-mini: documents [noisy; clean] of 2 x DOC rows, blocks of 32 ---- */
