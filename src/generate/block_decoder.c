@@ -5,11 +5,9 @@
  * 4. Sequences that are done ride along; their results are not used. */
 #include "generate/block_decoder.h"
 
-#include <math.h>
 #include <string.h>
 
 #include "base/rng.h"
-#include "checkpoint/safetensors.h"
 
 typedef ith_tensor T;
 
@@ -46,13 +44,18 @@ static ith_status place(ith_block_decoder *d)
     ITH_TRY(push_ints(ctx, max_rows(d), &d->rows));
     ITH_TRY(push_ints(ctx, o->batch + 1, &d->cu_seqlens));
     ITH_TRY(push_ints(ctx, queries, &d->all_rows));
+    ITH_TRY(push_ints(ctx, queries, &d->chosen));
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, 1, queries, 1, 1, 1,
+                         &d->confidence));
+    ITH_TRY(
+        ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_F32, 1, queries, 1, 1, 1, &d->draws));
     return ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "logits", d->model->dtype, 2, queries,
                         c->vocab_size, 1, 1, &d->logits);
 }
 
-/* Rows through the model; logits of the block rows, of a prefill none. */
+/* Rows through the model. Of block rows (how: not NULL) then the id and its probability. */
 static ith_status walk(ith_block_decoder *d, int64_t tokens, const int32_t *cu, int64_t max_len,
-                       bool prefill)
+                       const ith_block_how *how)
 {
     ith_ctx *ctx = &d->session.ctx;
     ith_model *m = d->model;
@@ -69,10 +72,15 @@ static ith_status walk(ith_block_decoder *d, int64_t tokens, const int32_t *cu, 
                             .block = d->block}};
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "last hidden state", m->dtype, 2, tokens,
                          m->config->hidden_size, 1, 1, &hidden));
-    ITH_TRY(m->family->decode(m, ctx, &b, &d->cache, ith_row_range(d->rows, 0, tokens), prefill,
-                              hidden));
-    if (!prefill)
+    ITH_TRY(
+        m->family->decode(m, ctx, &b, &d->cache, ith_row_range(d->rows, 0, tokens), !how, hidden));
+    if (how) {
         ITH_TRY(ith_model_logits(m, ctx, d->logits, hidden, d->all_rows));
+        ITH_TRY(ith_choose_ids(ctx, d->chosen, d->confidence, d->logits,
+                               how->temperature > 0 ? d->draws : ith_tensor_none(),
+                               how->temperature > 0 ? (float)(1 / how->temperature) : 1.0f,
+                               how->mask_id));
+    }
     ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, mark);
     return ITH_OK;
 }
@@ -82,8 +90,9 @@ static ith_status plan_memory(ith_block_decoder *d)
     ith_ctx *ctx = &d->session.ctx;
     const ith_decoder_options *o = &d->options;
     ITH_TRY(place(d));
-    ITH_TRY(walk(d, o->max_append, NULL, ith_min_i64(o->max_append, o->capacity), true));
-    ITH_TRY(walk(d, o->batch * d->block, NULL, o->capacity, false));
+    const ith_block_how any = {.mask_id = -1};
+    ITH_TRY(walk(d, o->max_append, NULL, ith_min_i64(o->max_append, o->capacity), NULL));
+    ITH_TRY(walk(d, o->batch * d->block, NULL, o->capacity, &any));
     for (int c = 0; c < ITH_MEM_CLASSES; c++)
         ith_plan_release(ctx->plan, (ith_mem_class)c, 0);
     ITH_TRY(ith_plan_commit(ctx->plan, ctx->err));
@@ -116,13 +125,13 @@ static ith_status open_model(ith_block_decoder *d, const char *model_dir, ith_er
 
 static ith_status open_memory(ith_block_decoder *d, const char *model_dir, ith_error *err)
 {
-    int64_t rows = d->options.batch * d->block, values = rows * d->hf.vocab_size;
+    int64_t rows = d->options.batch * d->block;
     ITH_TRY(plan_memory(d));
     ITH_TRY(ith_decoder_load(d->model, &d->session.ctx, model_dir, err));
-    ITH_TRY(ith_alloc((void **)&d->host_logits, values * 4, "logits", err));
-    ITH_TRY(ith_alloc((void **)&d->raw_logits, values * 4, "logits", err));
     ITH_TRY(ith_alloc((void **)&d->staging, (3 * max_rows(d) + rows + d->options.batch + 1) * 4,
                       "decoder", err));
+    ITH_TRY(ith_alloc((void **)&d->host_chosen, rows * 4, "decoder", err));
+    ITH_TRY(ith_alloc((void **)&d->host_confidence, rows * 4, "decoder", err));
     return upload_all_rows(d, err);
 }
 
@@ -153,9 +162,9 @@ void ith_block_decoder_close(ith_block_decoder *d)
     ith_decoder_ranks_close(&d->ranks);
     ith_session_close(&d->session);
     ith_hf_config_deinit(&d->hf);
-    ith_free(d->host_logits);
-    ith_free(d->raw_logits);
     ith_free(d->staging);
+    ith_free(d->host_chosen);
+    ith_free(d->host_confidence);
     memset(d, 0, sizeof *d);
 }
 
@@ -174,9 +183,36 @@ typedef struct {
     bool committing, done;
 } sequence;
 
-/* Rows [from[b], to[b]) of every sequence. */
+/* What draws the ids of the block rows: masks only, at a temperature. */
+static ith_status upload_draws(ith_block_decoder *d, const sequence *seqs, const ith_block_how *how,
+                               ith_error *err)
+{
+    ith_device *dev = d->session.ctx.device;
+    int64_t rows = d->options.batch * d->block;
+    float *draws = d->host_confidence;
+    for (int64_t r = 0; r < rows; r++) {
+        const sequence *s = &seqs[r / d->block];
+        int64_t p = s->begin + r % d->block;
+        bool masked = s->answer && !s->done && s->answer->row.ids[p] == how->mask_id;
+        uint64_t stream = how->first_stream + (uint64_t)(r / d->block),
+                 index = (uint64_t)p + ((uint64_t)s->step << 32);
+        draws[r] = masked ? (float)ith_rng_uniform(how->seed, stream, index) : -1;
+    }
+    return dev->upload(dev, d->draws.data, draws, rows * 4, err);
+}
+
+static ith_status download_chosen(ith_block_decoder *d, ith_error *err)
+{
+    ith_device *dev = d->session.ctx.device;
+    int64_t bytes = d->options.batch * d->block * 4;
+    ITH_TRY(dev->download(dev, d->host_chosen, d->chosen.data, bytes, err));
+    ITH_TRY(dev->download(dev, d->host_confidence, d->confidence.data, bytes, err));
+    return dev->sync(dev, err);
+}
+
+/* Rows [from[b], to[b]) of every sequence: whole prompt blocks (how: NULL), or a block each. */
 static ith_status forward(ith_block_decoder *d, const sequence *seqs, const int64_t *from,
-                          const int64_t *to, bool prefill, ith_error *err)
+                          const int64_t *to, const ith_block_how *how, ith_error *err)
 {
     const ith_decoder_options *o = &d->options;
     ith_device *dev = d->session.ctx.device;
@@ -190,7 +226,7 @@ static ith_status forward(ith_block_decoder *d, const sequence *seqs, const int6
             ids[n] = seqs[b].answer ? seqs[b].answer->row.ids[p] : 0;
             pos[n] = (int32_t)p;
             rows[n] = (int32_t)(b * o->capacity + p);
-            if (!prefill)
+            if (how)
                 len[n] = (int32_t)to[b];
         }
         max_len = ith_max_i64(max_len, to[b] - from[b]);
@@ -200,18 +236,13 @@ static ith_status forward(ith_block_decoder *d, const sequence *seqs, const int6
     ITH_TRY(dev->upload(dev, d->position_ids.data, pos, n * 4, err));
     ITH_TRY(dev->upload(dev, d->rows.data, rows, n * 4, err));
     ITH_TRY(dev->upload(dev, d->cu_seqlens.data, cu, (o->batch + 1) * 4, err));
-    if (!prefill)
+    if (how)
         ITH_TRY(dev->upload(dev, d->cache.lengths.data, len, n * 4, err));
-    ITH_TRY(walk(d, n, cu, max_len, prefill));
+    if (how && how->temperature > 0)
+        ITH_TRY(upload_draws(d, seqs, how, err));
+    ITH_TRY(walk(d, n, cu, max_len, how));
     d->forwards++;
-    if (prefill)
-        return dev->sync(dev, err);
-    int64_t values = queries * d->hf.vocab_size;
-    ITH_TRY(dev->download(dev, d->raw_logits, d->logits.data,
-                          values * ith_dtype_bytes(d->logits.dtype), err));
-    ITH_TRY(dev->sync(dev, err));
-    ith_convert(d->host_logits, ITH_F32, d->raw_logits, d->logits.dtype, values);
-    return ITH_OK;
+    return how ? download_chosen(d, err) : dev->sync(dev, err);
 }
 
 /* ---- choosing ---- */
@@ -221,37 +252,6 @@ typedef struct {
     int32_t id;
     double confidence;
 } candidate;
-
-/* The id and its probability; the likeliest, or drawn from the softmax at this temperature. */
-static candidate candidate_at(const ith_block_how *how, const float *logits, int64_t vocab,
-                              int64_t position, bool draws, uint64_t stream, int64_t step)
-{
-    int64_t best = -1;
-    double max = -(double)INFINITY, sum = 0,
-           scale = how->temperature > 0 ? 1 / how->temperature : 1;
-    for (int64_t v = 0; v < vocab; v++) {
-        max = (double)logits[v] > max ? (double)logits[v] : max;
-        if (v != how->mask_id && (best < 0 || logits[v] > logits[best]))
-            best = v;
-    }
-    for (int64_t v = 0; v < vocab; v++)
-        sum += exp(((double)logits[v] - max) * scale);
-    if (draws && how->temperature > 0) {
-        uint64_t index = (uint64_t)position + ((uint64_t)step << 32);
-        double masked = exp(((double)logits[how->mask_id] - max) * scale), seen = 0;
-        double draw = ith_rng_uniform(how->seed, stream, index) * (sum - masked);
-        for (int64_t v = 0; v < vocab; v++) {
-            if (v == how->mask_id)
-                continue;
-            seen += exp(((double)logits[v] - max) * scale);
-            if (seen > draw) {
-                best = v;
-                break;
-            }
-        }
-    }
-    return (candidate){position, (int32_t)best, exp(((double)logits[best] - max) * scale) / sum};
-}
 
 static bool is_stop(const ith_block_how *how, int32_t id)
 {
@@ -306,47 +306,23 @@ typedef struct {
     bool stop;              /* a stop id among them */
 } step_result;
 
-typedef struct {
-    const ith_block_decoder *d;
-    const ith_block_how *how;
-    const sequence *s;
-    const float *logits; /* of the block's first row */
-    uint64_t stream;
-    candidate *out; /* [block], of positions that may be written */
-} candidate_job;
-
-static void candidate_task(void *arg, int64_t begin, int64_t end, int thread)
-{
-    const candidate_job *j = arg;
-    int64_t vocab = j->d->hf.vocab_size;
-    (void)thread;
-    for (int64_t k = begin; k < end; k++) {
-        int64_t p = j->s->begin + k;
-        bool masked = j->s->answer->row.ids[p] == j->how->mask_id;
-        if (masked || (j->how->edit && p >= j->s->answer->prompt))
-            j->out[k] = candidate_at(j->how, j->logits + k * vocab, vocab, p, masked, j->stream,
-                                     j->s->step);
-    }
-}
-
-/* Writes what this step accepts; logits: of the block's first row. scratch: [2*block]. */
-static step_result accept(ith_block_decoder *d, sequence *s, int64_t i, const ith_block_how *how,
-                          const float *logits, candidate *scratch)
+/* Writes what this step accepts of the block's candidates. scratch: [block]. */
+static step_result accept(const ith_block_decoder *d, sequence *s, int64_t i,
+                          const ith_block_how *how, candidate *scratch)
 {
     int64_t n = 0, above = 0, edits = 0, quota = quota_of(how, s->step);
-    const int32_t *row = s->answer->row.ids + s->begin;
-    candidate *all = scratch, *chosen = scratch + d->block; /* masks, then edits */
-    candidate_job job = {d, how, s, logits, how->first_stream + (uint64_t)i, all};
-    ith_pool_for(d->session.ctx.pool, d->block, 1, candidate_task, &job);
+    const int32_t *row = s->answer->row.ids + s->begin, *ids = d->host_chosen + i * d->block;
+    const float *confidence = d->host_confidence + i * d->block;
+    candidate *chosen = scratch; /* masks, then edits */
     for (int64_t k = 0; k < d->block; k++)
         if (row[k] == how->mask_id) {
-            above += all[k].confidence > how->threshold;
-            chosen[n++] = all[k];
+            above += (double)confidence[k] > how->threshold;
+            chosen[n++] = (candidate){s->begin + k, ids[k], (double)confidence[k]};
         }
     for (int64_t k = ith_max_i64(s->answer->prompt - s->begin, 0); how->edit && k < d->block; k++)
-        if (row[k] != how->mask_id && row[k] != all[k].id &&
-            all[k].confidence > how->edit_threshold)
-            chosen[n + edits++] = all[k];
+        if (row[k] != how->mask_id && row[k] != ids[k] &&
+            (double)confidence[k] > how->edit_threshold)
+            chosen[n + edits++] = (candidate){s->begin + k, ids[k], (double)confidence[k]};
     int64_t take = above >= quota ? above : ith_min_i64(quota, n);
     most_confident_first(chosen, n, take);
     step_result r = {.masks = n, .written = take + edits};
@@ -402,8 +378,8 @@ static void next_block(const ith_block_decoder *d, sequence *s)
 }
 
 /* After a forward: writes, and moves on to the commit, the next block, or the end. */
-static void advance(ith_block_decoder *d, sequence *s, int64_t i, const ith_block_how *how,
-                    const float *logits, candidate *scratch)
+static void advance(const ith_block_decoder *d, sequence *s, int64_t i, const ith_block_how *how,
+                    candidate *scratch)
 {
     ith_block_answer *a = s->answer;
     bool complete = false;
@@ -412,7 +388,7 @@ static void advance(ith_block_decoder *d, sequence *s, int64_t i, const ith_bloc
         next_block(d, s);
         return;
     }
-    step_result r = accept(d, s, i, how, logits, scratch);
+    step_result r = accept(d, s, i, how, scratch);
     int64_t end = s->begin + d->block;
     if (how->early_stop && r.stop && first_stop(how, a, end, &complete) >= 0 && complete) {
         a->blocks++;
@@ -471,7 +447,7 @@ static ith_status run(ith_block_decoder *d, sequence *seqs, int64_t num, const i
     ITH_TRY(ith_decoder_ranks_any(&d->ranks, &prefills, err));
     to[0] = prefills && !own ? 1 : to[0]; /* the block overwrites it */
     if (prefills)
-        ITH_TRY(forward(d, seqs, from, to, true, err));
+        ITH_TRY(forward(d, seqs, from, to, NULL, err));
     for (;;) {
         bool open = false;
         for (int64_t b = 0; b < batch; b++) {
@@ -482,11 +458,10 @@ static ith_status run(ith_block_decoder *d, sequence *seqs, int64_t num, const i
         ITH_TRY(ith_decoder_ranks_any(&d->ranks, &open, err));
         if (!open)
             return ITH_OK;
-        ITH_TRY(forward(d, seqs, from, to, false, err));
+        ITH_TRY(forward(d, seqs, from, to, how, err));
         for (int64_t b = 0; b < num; b++)
             if (!seqs[b].done)
-                advance(d, &seqs[b], b, how, d->host_logits + b * d->block * d->hf.vocab_size,
-                        scratch);
+                advance(d, &seqs[b], b, how, scratch);
     }
 }
 
@@ -506,8 +481,7 @@ ith_status ith_block_decoder_generate(ith_block_decoder *d, const ith_ids *promp
         out[i] = (ith_block_answer){0};
     ITH_TRY_OUT(ith_alloc_zero((void **)&seqs, batch, sizeof *seqs, "sequences", err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&ranges, 2 * batch, sizeof *ranges, "sequences", err));
-    ITH_TRY_OUT(
-        ith_alloc_zero((void **)&scratch, 2 * d->block, sizeof *scratch, "candidates", err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&scratch, d->block, sizeof *scratch, "candidates", err));
     for (int64_t i = 0; i < num; i++) {
         ITH_TRY_OUT(make_row(&out[i], &prompts[i], how, err));
         ITH_ASSERT(out[i].row.count <= d->options.capacity);

@@ -63,9 +63,9 @@ typedef struct {
     int64_t block;
     ith_kv_cache cache;
     ith_tensor ids, position_ids, cu_seqlens, rows, all_rows, logits;
-    int32_t *staging;
-    float *host_logits; /* [batch*block, V] */
-    void *raw_logits;
+    ith_tensor chosen, confidence, draws; /* [batch*block], of ith_choose_ids */
+    int32_t *staging, *host_chosen;
+    float *host_confidence;
     int64_t forwards; /* of all calls, prefills included */
 } ith_block_decoder;
 

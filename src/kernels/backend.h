@@ -60,6 +60,8 @@ struct ith_backend {
            bool gradient);
     ITH_OP(cross_entropy_confident, ith_t_ row_loss, ith_t_ row_confidence, ith_t_ right,
            ith_t_ logits, ith_t_ labels, ith_t_ seeds, float confidence, bool gradient);
+    ITH_OP(choose_ids, ith_t_ ids, ith_t_ probability, ith_t_ logits, ith_t_ draws, float scale,
+           int64_t barred);
     ITH_OP(dot_accumulate, ith_t_ out, ith_t_ a, ith_t_ b);
     ITH_OP(router_forward, ith_t_ topk_w, ith_t_ topk_idx, ith_t_ probs, ith_t_ logits,
            bool norm_topk);

@@ -352,6 +352,18 @@ ith_status ith_cross_entropy_confident(ith_ctx *ctx, ith_tensor row_loss, ith_te
         gradient);
 }
 
+ith_status ith_choose_ids(ith_ctx *ctx, ith_tensor ids, ith_tensor probability, ith_tensor logits,
+                          ith_tensor draws, float scale, int64_t barred)
+{
+    int64_t rows = logits.shape[0];
+    ITH_ASSERT(is_act(logits) && logits.ndim == 2 && logits.shape[1] > 1);
+    ITH_ASSERT(barred < logits.shape[1]);
+    ITH_ASSERT(ids.dtype == ITH_I32 && is(ids, 1, rows, 0, 0));
+    ITH_ASSERT(is_stat(probability, logits) && is(probability, 1, rows, 0, 0));
+    ITH_ASSERT(absent(draws) || (is_stat(draws, logits) && is(draws, 1, rows, 0, 0)));
+    RUN(choose_ids, ids, probability, logits, draws, scale, barred);
+}
+
 ith_status ith_dot_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, ith_tensor b)
 {
     ITH_ASSERT(out.dtype == ITH_F64 && is(out, 1, 1, 0, 0) && a.ndim == 1 &&

@@ -154,6 +154,15 @@ ith_status ith_cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor logit
 ith_status ith_cross_entropy_confident(ith_ctx *ctx, ith_tensor row_loss, ith_tensor row_confidence,
                                        ith_tensor right, ith_tensor logits, ith_tensor labels,
                                        ith_tensor seeds, float confidence, bool gradient);
+/* Which id stands at each row, of diffusion decoding. z = logits[t,:], e_v = exp((z_v - max z) *
+ * scale), S = sum_v e_v over all ids:
+ * ids[t] = the id but `barred` with the largest z (ties: lower id); with draws[t] >= 0, in [0,1]:
+ * the first id but `barred` at which the sum of e over ids but `barred` exceeds
+ * draws[t] * (S - e_barred);   probability[t] = e_ids[t] / S, summed in double.
+ * ids: [T] I32   probability: [T] f32   logits: [T,V] act, V > 1   draws: [T] f32, may be absent
+ * barred: an id, or -1. */
+ith_status ith_choose_ids(ith_ctx *ctx, ith_tensor ids, ith_tensor probability, ith_tensor logits,
+                          ith_tensor draws, float scale, int64_t barred);
 /* out[0] += sum_i a[i]*b[i] in double, fixed order; b may be absent (plain sum).   out: [1] F64 a,
  * b: [n] f32 */
 ith_status ith_dot_accumulate(ith_ctx *ctx, ith_tensor out, ith_tensor a, ith_tensor b);

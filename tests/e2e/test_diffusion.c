@@ -387,7 +387,7 @@ static ith_block_answer write_block(ith_block_decoder *d, int32_t first, double 
 static int32_t likeliest(const ith_block_decoder *d, int64_t p, double *probability)
 {
     int64_t vocab = d->hf.vocab_size, mask = MASK_ROW, best = 0;
-    const float *z = d->host_logits + p * vocab;
+    const float *z = (const float *)d->logits.data + p * vocab;
     double sum = 0;
     for (int64_t v = 0; v < vocab; v++)
         best = v != mask && z[v] > z[best] ? v : best;

@@ -710,6 +710,29 @@ static ith_status cross_entropy_confident(op_run *r, const int64_t *a)
                                        a[CE_GRAD] != 0);
 }
 
+enum { CHOOSE_T, CHOOSE_V, CHOOSE_PAD, CHOOSE_BARRED, CHOOSE_DRAWS };
+
+/* Every third row takes the likeliest. */
+static double some_draws(const op_run *r, uint64_t stream, const ith_tensor *t, int64_t n)
+{
+    (void)t;
+    return n % 3 == 2 ? -1 : ith_rng_uniform(r->seed, stream, (uint64_t)n);
+}
+
+static ith_status choose_ids(op_run *r, const int64_t *a)
+{
+    int64_t rows = a[CHOOSE_T];
+    ith_tensor ids = op_make(r, OP_OUT, OP_I32, "ids", NULL, 1, &rows, 0);
+    ith_tensor p = vector(r, OP_OUT, OP_STAT, "probability", NULL, rows);
+    ith_tensor logits =
+        matrix(r, OP_IN, OP_ACT, "logits", near_logits, rows, a[CHOOSE_V], a[CHOOSE_PAD]);
+    ith_tensor draws =
+        a[CHOOSE_DRAWS] ? vector(r, OP_IN, OP_STAT, "draws", some_draws, rows) : ith_tensor_none();
+    OP_READY(r);
+    return ith_choose_ids(r->ctx, ids, p, logits, draws, a[CHOOSE_DRAWS] ? 0.7F : 1.0F,
+                          a[CHOOSE_BARRED]);
+}
+
 enum { DOT_N, DOT_B };
 
 static ith_status dot_accumulate(op_run *r, const int64_t *a)
@@ -1052,6 +1075,7 @@ FAMILY(cast, true, 0, "T D pad mode")
 FAMILY(zero, true, 0, "T D pad kind")
 FAMILY(cross_entropy, false, FLOOR, "M V pad gradient stat far")
 FAMILY(cross_entropy_confident, false, FLOOR, "M V pad gradient stat")
+FAMILY(choose_ids, false, FLOOR, "T V pad barred draws")
 FAMILY(dot_accumulate, false, FLOOR, "n b")
 FAMILY(router_forward, false, FLOOR, "T E k norm")
 FAMILY(router_backward, false, FLOOR, "T E k norm aux")

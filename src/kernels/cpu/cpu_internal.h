@@ -114,7 +114,7 @@ typedef struct {
     ith_task embedding_backward;
     ith_task rmsnorm_forward, rmsnorm_backward, rope_forward, rope_backward;
     ith_task swiglu_forward, swiglu_backward, add, cast, cross_entropy, cross_entropy_confident,
-        dot;
+        choose_ids, dot;
     ith_task combine, combine_backward, router_forward, adamw;
     ith_task delta_forward, delta_backward;
     int64_t (*delta_bytes)(const ith_cpu_delta *a, bool backward); /* of one thread */

@@ -326,6 +326,17 @@ static ith_status cross_entropy_confident(ith_ctx *ctx, ith_tensor row_loss,
     return ITH_OK;
 }
 
+static ith_status choose_ids(ith_ctx *ctx, ith_tensor ids, ith_tensor probability,
+                             ith_tensor logits, ith_tensor draws, float scale, int64_t barred)
+{
+    if (!is_fast(logits))
+        return ith_backend_ref()->choose_ids.run(ctx, ids, probability, logits, draws, scale,
+                                                 barred);
+    ith_cpu_rows a = {.t = {ids, probability, logits, draws}, .f = {scale}, .i = {barred}};
+    ith_pool_for(ctx->pool, logits.shape[0], 1, ith_cpu_level_get()->choose_ids, &a);
+    return ITH_OK;
+}
+
 #define SUM_PART 65536
 
 static void sum_products(ith_ctx *ctx, ith_tensor out, ith_tensor a, ith_tensor b)
@@ -579,6 +590,7 @@ void ith_cpu_fill_rows(ith_backend *b)
     b->zero.run = zero;
     b->cross_entropy.run = cross_entropy;
     b->cross_entropy_confident.run = cross_entropy_confident;
+    b->choose_ids.run = choose_ids;
     b->dot_accumulate.run = dot;
     b->dot_accumulate.workspace = dot_bytes;
     b->sumsq_accumulate.run = sumsq;

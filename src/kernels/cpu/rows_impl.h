@@ -346,7 +346,8 @@ ROWS_TASK(embedding_backward, 1, embedding_backward_as)
 
 #define LOSS_BLOCK 2048 /* elements summed in f32 before they enter a double */
 
-INLINE double exp_sum(const char *x, int64_t n, V top, bool bf16)
+/* Sum of e^((x - top) * scale). */
+INLINE double exp_sum(const char *x, int64_t n, V top, V scale, bool bf16)
 {
     double total = 0;
     for (int64_t b = 0; b < n; b += LOSS_BLOCK) {
@@ -354,14 +355,14 @@ INLINE double exp_sum(const char *x, int64_t n, V top, bool bf16)
         V sum = v_set(0.0f), sum2 = v_set(0.0f);
         int64_t i = b;
         for (; i + 2 * VW <= last; i += 2 * VW) {
-            sum = sum + v_exp(v_load(x, i, bf16) - top);
-            sum2 = sum2 + v_exp(v_load(x, i + VW, bf16) - top);
+            sum = sum + v_exp((v_load(x, i, bf16) - top) * scale);
+            sum2 = sum2 + v_exp((v_load(x, i + VW, bf16) - top) * scale);
         }
         for (; i < last; i += VW) {
             int64_t count = last - i;
             V v = count >= VW ? v_load(x, i, bf16)
                               : v_load_part(x, i, count, -__builtin_inff(), bf16);
-            sum = sum + v_exp(v - top);
+            sum = sum + v_exp((v - top) * scale);
         }
         total += (double)v_sum(sum + sum2);
     }
@@ -387,7 +388,7 @@ INLINE void cross_entropy_as(const ith_cpu_rows *a, int64_t begin, int64_t end, 
         int64_t label = ((const int32_t *)a->t[2].data)[r * a->t[2].stride[0]];
         ITH_ASSERT(label >= 0 && label < words);
         float max = row_max(x, words, bf16), at_label = v_load_part(x, label, 1, 0.0f, bf16)[0];
-        float lse = max + (float)log(exp_sum(x, words, v_set(max), bf16));
+        float lse = max + (float)log(exp_sum(x, words, v_set(max), v_set(1.0f), bf16));
         ((float *)a->t[0].data)[r * a->t[0].stride[0]] = lse - at_label;
         if (!a->flag)
             continue;
@@ -430,7 +431,7 @@ INLINE void cross_entropy_confident_as(const ith_cpu_rows *a, int64_t begin, int
         int64_t label = ((const int32_t *)a->t[2].data)[r * a->t[2].stride[0]];
         ITH_ASSERT(label >= 0 && label < words);
         float max = row_max(x, words, bf16), at_label = v_load_part(x, label, 1, 0.0f, bf16)[0];
-        double sum = exp_sum(x, words, v_set(max), bf16);
+        double sum = exp_sum(x, words, v_set(max), v_set(1.0f), bf16);
         bool right = at_label >= max;
         float log_sum = (float)log(sum), c = right ? a->f[0] : 0.0f;
         float mean = right ? (float)(exp_weighted_sum(x, words, max, bf16) / sum) : 0.0f;
@@ -451,6 +452,65 @@ INLINE void cross_entropy_confident_as(const ith_cpu_rows *a, int64_t begin, int
     }
 }
 ROWS_TASK(cross_entropy_confident, 1, cross_entropy_confident_as)
+
+/* ---- ids, probability, logits, draws (data NULL: none); f[0]: scale, i[0]: barred ---- */
+
+INLINE float word_at(const char *x, int64_t i, bool bf16)
+{
+    return bf16 ? ith_bf16_to_f32(((const uint16_t *)x)[i]) : ((const float *)x)[i];
+}
+
+/* The first word but `barred` that has this value; 0 or 1 when none has (no number). */
+INLINE int64_t first_with(const char *x, int64_t words, float value, int64_t barred, bool bf16)
+{
+    for (int64_t i = 0; i < words; i++)
+        if (word_at(x, i, bf16) == value && i != barred)
+            return i;
+    return barred == 0;
+}
+
+/* e^((x - max) * scale) of words, but `barred`, summed until it exceeds `until`. */
+INLINE int64_t drawn_word(const char *x, int64_t words, float max, float scale, double until,
+                          int64_t barred, bool bf16)
+{
+    double seen = 0;
+    int64_t drawn = barred == 0;
+    for (int64_t i = 0; i < words && seen <= until; i++) {
+        double e = (double)expf((word_at(x, i, bf16) - max) * scale);
+        if (i == barred || !(e > 0))
+            continue;
+        seen += e;
+        drawn = i;
+    }
+    return drawn;
+}
+
+INLINE void choose_ids_as(const ith_cpu_rows *a, int64_t begin, int64_t end, bool bf16)
+{
+    int64_t words = a->t[2].shape[1], barred = a->i[0], size = bf16 ? 2 : 4;
+    float scale = a->f[0];
+    for (int64_t r = begin; r < end; r++) {
+        const char *x = row_at(a->t[2], r);
+        float top = row_max(x, barred < 0 ? words : barred, bf16), max = top;
+        if (barred >= 0) {
+            top = fmaxf(top, row_max(x + (barred + 1) * size, words - barred - 1, bf16));
+            max = fmaxf(top, word_at(x, barred, bf16));
+        }
+        double sum = exp_sum(x, words, v_set(max), v_set(scale), bf16);
+        float draw = a->t[3].data ? ((const float *)a->t[3].data)[r * a->t[3].stride[0]] : -1.0f;
+        int64_t id = 0;
+        if (draw >= 0) {
+            double out = barred < 0 ? 0 : (double)expf((word_at(x, barred, bf16) - max) * scale);
+            id = drawn_word(x, words, max, scale, (double)draw * (sum - out), barred, bf16);
+        } else {
+            id = first_with(x, words, top, barred, bf16);
+        }
+        ((int32_t *)a->t[0].data)[r * a->t[0].stride[0]] = (int32_t)id;
+        ((float *)a->t[1].data)[r * a->t[1].stride[0]] =
+            (float)((double)expf((word_at(x, id, bf16) - max) * scale) / sum);
+    }
+}
+ROWS_TASK(choose_ids, 2, choose_ids_as)
 
 /* ---- sums in double: a, b; indices are parts of i[0] elements, each leaves one double ---- */
 
@@ -548,7 +608,7 @@ INLINE void router_forward_as(const ith_cpu_rows *a, int64_t begin, int64_t end,
                                  ? v_load(x, e, bf16)
                                  : v_load_part(x, e, experts - e, -__builtin_inff(), bf16));
         V max = v_set(v_max_lane(top));
-        V sum = v_set((float)exp_sum(x, experts, max, bf16));
+        V sum = v_set((float)exp_sum(x, experts, max, v_set(1.0f), bf16));
         for (int64_t e = 0; e < experts; e += VW)
             v_put(p, e, experts - e, v_exp(v_get(x, e, experts - e, bf16) - max) / sum, false);
         float chosen = 0.0f;
@@ -625,6 +685,6 @@ static void adamw(void *arg, int64_t begin, int64_t end, int thread)
     .rope_forward = rope_forward, .rope_backward = rope_backward,                                  \
     .swiglu_forward = swiglu_forward, .swiglu_backward = swiglu_backward, .add = add,              \
     .cast = cast, .cross_entropy = cross_entropy,                                                  \
-    .cross_entropy_confident = cross_entropy_confident, .dot = dot,                                \
+    .cross_entropy_confident = cross_entropy_confident, .choose_ids = choose_ids, .dot = dot,      \
     .embedding_backward = embedding_backward, .combine = combine,                                  \
     .combine_backward = combine_backward, .router_forward = router_forward, .adamw = adamw,

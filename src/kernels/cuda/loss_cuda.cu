@@ -260,6 +260,132 @@ static ith_status cross_entropy_confident(ith_ctx *ctx, ith_tensor row_loss,
     return ITH_CUDA_LAUNCHED(ctx, logits);
 }
 
+/* ---- choice of ids ---- */
+
+struct best_word {
+    float value;
+    int64_t id; /* lower wins among equals */
+};
+
+__device__ __forceinline__ best_word better(best_word a, best_word b)
+{
+    return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
+}
+
+__device__ __forceinline__ best_word best_of_block(best_word w)
+{
+    __shared__ best_word part[ROW_THREADS / 32];
+    for (int o = 16; o > 0; o >>= 1)
+        w = better(
+            w, {__shfl_xor_sync(0xffffffffu, w.value, o), __shfl_xor_sync(0xffffffffu, w.id, o)});
+    if (threadIdx.x % 32 == 0)
+        part[threadIdx.x / 32] = w;
+    __syncthreads();
+    for (int i = 0; i < ROW_THREADS / 32; i++)
+        w = better(w, part[i]);
+    __syncthreads();
+    return w;
+}
+
+/* The word of draw * (sum over all but `barred`): every thread sums a stretch of the row, one walks
+ * over the stretches and then over the words of one. */
+template <typename T>
+__device__ int64_t drawn_word(const T *at, int64_t words, float max, float scale, double until,
+                              int64_t barred)
+{
+    __shared__ double stretch[ROW_THREADS];
+    __shared__ int64_t drawn;
+    int64_t each = (words + ROW_THREADS - 1) / ROW_THREADS, begin = threadIdx.x * each;
+    double sum = 0;
+    for (int64_t j = begin; j < begin + each && j < words; j++)
+        sum += j == barred ? 0.0 : (double)expf((to_f32(at[j]) - max) * scale);
+    stretch[threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        double seen = 0;
+        int last = 0; /* the stretch that the draw falls into; the last with a weight if none */
+        for (int i = 0; i < ROW_THREADS && seen <= until; i++)
+            if (stretch[i] > 0) {
+                seen += stretch[i];
+                last = i;
+            }
+        seen -= stretch[last];
+        drawn = barred == 0;
+        for (int64_t j = last * each; j < (last + 1) * each && j < words && seen <= until; j++) {
+            double e = (double)expf((to_f32(at[j]) - max) * scale);
+            if (j == barred || !(e > 0))
+                continue;
+            seen += e;
+            drawn = j;
+        }
+    }
+    __syncthreads();
+    return drawn;
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(ROW_THREADS)
+    choose_rows(int32_t *__restrict__ ids, float *__restrict__ probability,
+                const T *__restrict__ logits, const float *__restrict__ draws, int64_t words,
+                int64_t stride, float scale, int64_t barred)
+{
+    int64_t row = blockIdx.x;
+    const T *at = logits + row * stride;
+    best_word best = {-INFINITY, words};
+    for (int64_t j = threadIdx.x * N; j < words; j += ROW_THREADS * N) {
+        float x[N];
+        load_any<T, N>(x, at + j);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (j + i != barred)
+                best = better(best, {x[i], j + i});
+    }
+    best = best_of_block(best);
+    if (best.id == words) /* no number in the row */
+        best.id = barred == 0;
+    float out = barred < 0 ? -INFINITY : to_f32(at[barred]), max = fmaxf(best.value, out);
+    double sum = 0;
+    for (int64_t j = threadIdx.x * N; j < words; j += ROW_THREADS * N) {
+        float x[N];
+        load_any<T, N>(x, at + j);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            sum += (double)expf((x[i] - max) * scale);
+    }
+    sum = block_sum<ROW_THREADS>(sum);
+    float draw = draws ? draws[row] : -1.0f;
+    int64_t id = best.id;
+    if (draw >= 0) {
+        double allowed = sum - (barred < 0 ? 0.0 : (double)expf((out - max) * scale));
+        id = drawn_word(at, words, max, scale, (double)draw * allowed, barred);
+    }
+    if (threadIdx.x == 0) {
+        ids[row] = (int32_t)id;
+        probability[row] = (float)((double)expf((to_f32(at[id]) - max) * scale) / sum);
+    }
+}
+
+static ith_status choose_ids(ith_ctx *ctx, ith_tensor ids, ith_tensor probability,
+                             ith_tensor logits, ith_tensor draws, float scale, int64_t barred)
+{
+    if (logits.shape[0] == 0)
+        return ITH_OK;
+    bool wide = rows_aligned(logits, 16 / ith_dtype_bytes(logits.dtype));
+#define LAUNCH(N)                                                                                  \
+    choose_rows<T, N><<<(unsigned)logits.shape[0], ROW_THREADS, 0, ith_cuda_stream(ctx)>>>(        \
+        (int32_t *)ids.data, (float *)probability.data, (const T *)logits.data,                    \
+        is_absent(draws) ? NULL : (const float *)draws.data, logits.shape[1], logits.stride[0],    \
+        scale, barred)
+    ITH_BY_TYPE(logits.dtype, {
+        if (wide)
+            LAUNCH(WIDE<T>);
+        else
+            LAUNCH(1);
+    });
+#undef LAUNCH
+    return ITH_CUDA_LAUNCHED(ctx, logits);
+}
+
 /* ---- sums ---- */
 
 /* partial[block] = sum over the block's part of a*b, a*a (SQUARE) or a. */
@@ -340,6 +466,7 @@ void ith_cuda_fill_loss(struct ith_backend *b)
 {
     b->cross_entropy.run = cross_entropy;
     b->cross_entropy_confident.run = cross_entropy_confident;
+    b->choose_ids.run = choose_ids;
     b->dot_accumulate.run = dot_accumulate;
     b->dot_accumulate.workspace = dot_workspace;
     b->sumsq_accumulate.run = sumsq_accumulate;

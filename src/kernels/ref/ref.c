@@ -72,6 +72,10 @@ PICK_RUN(cross_entropy_confident, logits,
          (ith_ctx * ctx, ith_t_ row_loss, ith_t_ row_confidence, ith_t_ right, ith_t_ logits,
           ith_t_ labels, ith_t_ seeds, float confidence, bool gradient),
          (ctx, row_loss, row_confidence, right, logits, labels, seeds, confidence, gradient))
+PICK_RUN(choose_ids, logits,
+         (ith_ctx * ctx, ith_t_ ids, ith_t_ probability, ith_t_ logits, ith_t_ draws, float scale,
+          int64_t barred),
+         (ctx, ids, probability, logits, draws, scale, barred))
 PICK_RUN(router_forward, logits,
          (ith_ctx * ctx, ith_t_ topk_w, ith_t_ topk_idx, ith_t_ probs, ith_t_ logits,
           bool norm_topk),
@@ -296,6 +300,7 @@ const ith_backend *ith_backend_ref(void)
         .zero = {zero, NULL},
         .cross_entropy = {cross_entropy, NULL},
         .cross_entropy_confident = {cross_entropy_confident, NULL},
+        .choose_ids = {choose_ids, NULL},
         .dot_accumulate = {dot_accumulate, NULL},
         .router_forward = {router_forward, NULL},
         .router_backward = {router_backward, NULL},
