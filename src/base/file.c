@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #define WRITER_BUFFER_BYTES ((int64_t)1 << 20)
+#define WRITER_AHEAD_BYTES ((int64_t)16 << 20) /* on their way to the disk before the sync */
 
 static ith_status io_fail(ith_error *err, const char *path, const char *what)
 {
@@ -210,6 +211,27 @@ out:
     return status;
 }
 
+ith_status ith_read_at(const char *path, int64_t offset, void *out, int64_t bytes, ith_error *err)
+{
+    int fd = -1;
+    int64_t size = 0, done = 0;
+    ITH_TRY(open_read(path, &fd, &size, err));
+    ith_status status = ITH_OK;
+    while (done < bytes && status == ITH_OK) {
+        ssize_t got = ith_fault_hit(ITH_FAULT_READ)
+                          ? (errno = EIO, -1)
+                          : pread(fd, (char *)out + done, (size_t)(bytes - done), offset + done);
+        if (got < 0 && errno != EINTR)
+            status = io_fail(err, path, "cannot read");
+        if (got == 0)
+            status = ith_fail(err, ITH_ERR_IO, "%s: ends after %lld bytes, expected %lld more",
+                              path, (long long)(offset + done), (long long)(bytes - done));
+        done += ith_max_i64(got, 0);
+    }
+    close(fd);
+    return status;
+}
+
 ith_status ith_map_open(ith_map *map, const char *path, ith_error *err)
 {
     int fd = -1;
@@ -230,13 +252,6 @@ ith_status ith_map_open(ith_map *map, const char *path, ith_error *err)
     map->data = data;
     map->size = size;
     return ITH_OK;
-}
-
-void ith_map_forget(const void *data, int64_t bytes)
-{
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)data / page * page;
-    if (bytes > 0)
-        (void)madvise((void *)first, (uintptr_t)data + (uintptr_t)bytes - first, MADV_DONTNEED);
 }
 
 void ith_map_close(ith_map *map)
@@ -286,6 +301,11 @@ static ith_status write_all(ith_writer *w, const char *data, int64_t len, ith_er
         data += put;
         len -= put;
         w->written += put;
+        if (w->written - w->on_the_way >= WRITER_AHEAD_BYTES) { /* a hint, nothing else */
+            (void)sync_file_range(w->fd, w->on_the_way, w->written - w->on_the_way,
+                                  SYNC_FILE_RANGE_WRITE);
+            w->on_the_way = w->written;
+        }
     }
     return ITH_OK;
 }

@@ -42,8 +42,10 @@ typedef struct {
 } ith_map;
 ith_status ith_map_open(ith_map *map, const char *path, ith_error *err);
 void ith_map_close(ith_map *map);
-/* The pages of part of a mapping may leave memory; reading them again is fine. */
-void ith_map_forget(const void *data, int64_t bytes);
+
+/* Bytes [offset, offset + bytes) of a file, which must be there. Unlike a mapping it leaves no
+ * pages in the process. */
+ith_status ith_read_at(const char *path, int64_t offset, void *out, int64_t bytes, ith_error *err);
 
 /* Atomic file writer, buffered. After a failed write only abort is allowed; abort after commit does
  * nothing. */
@@ -51,7 +53,7 @@ typedef struct {
     int fd; /* -1 when closed */
     char *path, *tmp_path;
     char *buffer;
-    int64_t buffered, written;
+    int64_t buffered, written, on_the_way;
 } ith_writer;
 ith_status ith_writer_open(ith_writer *w, const char *path, ith_error *err);
 ith_status ith_writer_write(ith_writer *w, const void *data, int64_t len, ith_error *err);

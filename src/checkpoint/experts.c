@@ -7,6 +7,7 @@
 #include "base/checked.h"
 #include "base/hash.h"
 #include "base/json.h"
+#include "base/pool.h"
 #include "checkpoint/model_dir.h"
 
 #include <stdio.h>
@@ -37,8 +38,9 @@ typedef struct {
     int64_t num_sources, cap_sources;
     int64_t *shard_begin; /* [num_shards + 1] into outputs */
     int64_t num_shards;
-    char key[65]; /* of source and settings */
-    ith_buf partial, path, other;
+    uint64_t *hashes; /* [num_outputs] of what was written */
+    char key[65];     /* of source and settings */
+    ith_buf partial, path;
     ith_experts_report report;
 } converter;
 
@@ -283,51 +285,31 @@ static ith_status make_key(converter *c, ith_error *err)
 
 /* ---- shards ---- */
 
-/* Pushes a stretch of the source in pieces, hashes it, and lets its pages go. */
-static ith_status push_stretch(ith_st_writer *w, const char *data, int64_t bytes, ith_hash64 *hash,
+/* Hashes a stretch of an entry in pieces; with a writer, pushes it, too. */
+static ith_status pass_stretch(const ith_st_reader *reader, const ith_st_entry *e, int64_t offset,
+                               int64_t bytes, char *piece, ith_hash64 *hash, ith_st_writer *w,
                                ith_error *err)
 {
     for (int64_t at = 0; at < bytes; at += PIECE_BYTES) {
         int64_t n = ith_min_i64(PIECE_BYTES, bytes - at);
-        ith_hash64_update(hash, data + at, n);
-        ITH_TRY(ith_st_writer_push(w, data + at, n, err));
-        ith_map_forget(data + at, n);
+        ITH_TRY(ith_st_read(reader, e, offset + at, piece, n, err));
+        ith_hash64_update(hash, piece, n);
+        if (w)
+            ITH_TRY(ith_st_writer_push(w, piece, n, err));
     }
     return ITH_OK;
 }
 
-static ith_status push_output(converter *c, const output *o, ith_st_writer *w, ith_hash64 *hash,
-                              ith_error *err)
+static ith_status push_output(const converter *c, const output *o, ith_st_writer *w, char *piece,
+                              uint64_t *out, ith_error *err)
 {
-    for (int64_t k = 0; k < o->count; k++) {
-        const char *data = (const char *)c->sources[o->first_source + k]->data;
-        ITH_TRY(push_stretch(w, data + o->offset, o->length, hash, err));
-    }
+    ith_hash64 hash;
+    ith_hash64_init(&hash);
+    for (int64_t k = 0; k < o->count; k++)
+        ITH_TRY(pass_stretch(c->reader, c->sources[o->first_source + k], o->offset, o->length,
+                             piece, &hash, w, err));
+    *out = ith_hash64_value(&hash);
     return ITH_OK;
-}
-
-/* Reads a finished shard back: the hash of each tensor must be that of what was pushed. */
-static ith_status verify_shard(const char *path, const uint64_t *hashes, int64_t count,
-                               const output *outputs, ith_error *err)
-{
-    ith_st_reader *reader = NULL;
-    ITH_TRY(ith_st_open(&reader, path, err));
-    ith_status status = ITH_OK;
-    for (int64_t i = 0; i < count && status == ITH_OK; i++) {
-        const ith_st_entry *e = ith_st_find(reader, outputs[i].entry.name);
-        ith_hash64 hash;
-        ith_hash64_init(&hash);
-        for (int64_t at = 0; e && at < e->bytes; at += PIECE_BYTES) {
-            int64_t n = ith_min_i64(PIECE_BYTES, e->bytes - at);
-            ith_hash64_update(&hash, (const char *)e->data + at, n);
-            ith_map_forget((const char *)e->data + at, n);
-        }
-        if (!e || ith_hash64_value(&hash) != hashes[i])
-            status = ith_fail(err, ITH_ERR_IO, "%s: %s: read back other bytes than were written",
-                              path, outputs[i].entry.name);
-    }
-    ith_st_close(reader);
-    return status;
 }
 
 static void shard_name(const converter *c, int64_t shard, char *out, size_t size)
@@ -339,69 +321,170 @@ static void shard_name(const converter *c, int64_t shard, char *out, size_t size
                  (long long)c->num_shards);
 }
 
-static ith_status shard_paths(converter *c, int64_t shard, char *stem, size_t size, ith_error *err)
+/* The partial shard's file and record. */
+typedef struct {
+    char stem[32];
+    ith_buf file, record;
+} shard_paths;
+
+static ith_status make_paths(const converter *c, int64_t shard, shard_paths *out, ith_error *err)
 {
     char name[64];
-    snprintf(stem, size, "part-%05lld", (long long)shard + 1);
-    snprintf(name, sizeof name, "%s.safetensors", stem);
-    ith_path_join(&c->path, c->partial.data, name);
-    snprintf(name, sizeof name, "%s.done", stem);
-    ith_path_join(&c->other, c->partial.data, name);
-    ITH_TRY(ith_buf_check(&c->path, "path", err));
-    return ith_buf_check(&c->other, "path", err);
+    snprintf(out->stem, sizeof out->stem, "part-%05lld", (long long)shard + 1);
+    snprintf(name, sizeof name, "%s.safetensors", out->stem);
+    ith_path_join(&out->file, c->partial.data, name);
+    snprintf(name, sizeof name, "%s.done", out->stem);
+    ith_path_join(&out->record, c->partial.data, name);
+    ITH_TRY(ith_buf_check(&out->file, "path", err));
+    return ith_buf_check(&out->record, "path", err);
 }
 
-static ith_status write_shard(converter *c, int64_t shard, ith_error *err)
+static void free_paths(shard_paths *p)
 {
-    char stem[32];
+    ith_buf_deinit(&p->file);
+    ith_buf_deinit(&p->record);
+}
+
+static ith_status write_shard(converter *c, int64_t shard, char *piece, ith_error *err)
+{
     int64_t begin = c->shard_begin[shard], count = c->shard_begin[shard + 1] - begin;
-    const output *outputs = c->outputs + begin;
     ith_st_entry *entries = NULL;
-    uint64_t *hashes = NULL;
     ith_st_writer *w = NULL;
+    shard_paths paths = {0};
     ith_status status = ITH_OK;
-    ITH_TRY(shard_paths(c, shard, stem, sizeof stem, err));
-    ith_st_options options = {.stem = stem, .max_shard_bytes = INT64_MAX};
+    ITH_TRY_OUT(make_paths(c, shard, &paths, err));
+    ith_st_options options = {.stem = paths.stem, .max_shard_bytes = INT64_MAX};
     ITH_TRY_OUT(ith_alloc_zero((void **)&entries, count, (int64_t)sizeof *entries, "tensors", err));
-    ITH_TRY_OUT(ith_alloc_zero((void **)&hashes, count, (int64_t)sizeof *hashes, "tensors", err));
     for (int64_t i = 0; i < count; i++)
-        entries[i] = outputs[i].entry;
+        entries[i] = c->outputs[begin + i].entry;
     ITH_TRY_OUT(ith_st_writer_create(&w, c->partial.data, entries, count, &options, err));
-    for (int64_t i; (i = ith_st_writer_next(w)) >= 0;) {
-        ith_hash64 hash;
-        ith_hash64_init(&hash);
-        ITH_TRY_OUT(push_output(c, &outputs[i], w, &hash, err));
-        hashes[i] = ith_hash64_value(&hash);
-    }
-    ITH_TRY_OUT(ith_st_writer_commit(w, err));
-    ITH_TRY_OUT(verify_shard(c->path.data, hashes, count, outputs, err));
-    status = ith_write_file(c->other.data, c->key, (int64_t)strlen(c->key), err);
+    for (int64_t i; (i = ith_st_writer_next(w)) >= 0;)
+        ITH_TRY_OUT(push_output(c, &c->outputs[begin + i], w, piece, &c->hashes[begin + i], err));
+    status = ith_st_writer_commit(w, err);
 out:
     ith_st_writer_destroy(w);
     ith_free(entries);
-    ith_free(hashes);
+    free_paths(&paths);
+    return status;
+}
+
+/* Reads a finished shard back: the hash of each tensor must be that of what was pushed. */
+static ith_status compare_shard(const converter *c, int64_t shard, const char *path, char *piece,
+                                ith_error *err)
+{
+    ith_st_reader *reader = NULL;
+    ITH_TRY(ith_st_open(&reader, path, err));
+    ith_status status = ITH_OK;
+    for (int64_t i = c->shard_begin[shard]; i < c->shard_begin[shard + 1]; i++) {
+        const ith_st_entry *e = ith_st_find(reader, c->outputs[i].entry.name);
+        ith_hash64 hash;
+        ith_hash64_init(&hash);
+        if (e)
+            ITH_TRY_OUT(pass_stretch(reader, e, 0, e->bytes, piece, &hash, NULL, err));
+        if (!e || ith_hash64_value(&hash) != c->hashes[i]) {
+            status = ith_fail(err, ITH_ERR_IO, "%s: %s: read back other bytes than were written",
+                              path, c->outputs[i].entry.name);
+            goto out;
+        }
+    }
+out:
+    ith_st_close(reader);
+    return status;
+}
+
+static ith_status verify_shard(const converter *c, int64_t shard, char *piece, ith_error *err)
+{
+    shard_paths paths = {0};
+    ith_status status = make_paths(c, shard, &paths, err);
+    if (status == ITH_OK)
+        status = compare_shard(c, shard, paths.file.data, piece, err);
+    if (status == ITH_OK)
+        status = ith_write_file(paths.record.data, c->key, (int64_t)strlen(c->key), err);
+    free_paths(&paths);
     return status;
 }
 
 /* A record of this very conversion stands beside the shard. */
-static ith_status is_done(converter *c, int64_t shard, bool *out, ith_error *err)
+static ith_status is_done(const converter *c, int64_t shard, bool *out, ith_error *err)
 {
-    char stem[32];
+    shard_paths paths = {0};
     ith_buf text = {0};
+    ith_status status = make_paths(c, shard, &paths, err);
     *out = false;
-    ITH_TRY(shard_paths(c, shard, stem, sizeof stem, err));
-    if (!ith_path_exists(c->other.data))
-        return ITH_OK;
-    ith_status status = ith_read_file(c->other.data, 4096, &text, err);
-    *out = status == ITH_OK && text.len == (int64_t)strlen(c->key) &&
-           memcmp(text.data, c->key, (size_t)text.len) == 0;
-    ith_buf_deinit(&text);
-    if (*out && !ith_path_exists(c->path.data)) { /* moved in already, before a kill */
+    if (status == ITH_OK && ith_path_exists(paths.record.data)) {
+        status = ith_read_file(paths.record.data, 4096, &text, err);
+        *out = status == ITH_OK && text.len == (int64_t)strlen(c->key) &&
+               memcmp(text.data, c->key, (size_t)text.len) == 0;
+    }
+    if (*out && !ith_path_exists(paths.file.data)) { /* moved in already, before a kill */
         char name[64];
         shard_name(c, shard, name, sizeof name);
-        ith_path_join(&c->path, c->out_dir, name);
-        *out = !c->path.failed && ith_path_exists(c->path.data);
+        ith_path_join(&paths.file, c->out_dir, name);
+        *out = !paths.file.failed && ith_path_exists(paths.file.data);
     }
+    ith_buf_deinit(&text);
+    free_paths(&paths);
+    return status;
+}
+
+/* Two jobs at a time: a shard is written while the one before it is read back. */
+typedef struct {
+    converter *c;
+    int64_t shard[2]; /* to write, to read back; -1: none */
+    char *piece[2];   /* [PIECE_BYTES] each */
+    ith_status status[2];
+    ith_error err[2];
+} shard_jobs;
+
+static void shard_task(void *arg, int64_t begin, int64_t end, int thread)
+{
+    shard_jobs *j = arg;
+    (void)thread;
+    for (int64_t k = begin; k < end; k++) {
+        j->status[k] = ITH_OK;
+        if (j->shard[k] >= 0)
+            j->status[k] = k == 0 ? write_shard(j->c, j->shard[k], j->piece[k], &j->err[k])
+                                  : verify_shard(j->c, j->shard[k], j->piece[k], &j->err[k]);
+    }
+}
+
+static ith_status run_shards(converter *c, shard_jobs *j, ith_pool *pool, ith_error *err)
+{
+    ith_status status = ITH_OK;
+    j->shard[1] = -1;
+    for (int64_t s = 0; s <= c->num_shards && status == ITH_OK; s++) {
+        bool write = false, done = false;
+        if (s < c->num_shards) {
+            status = is_done(c, s, &done, err);
+            write = status == ITH_OK && !done;
+            c->report.num_kept += done;
+        }
+        j->shard[0] = write ? s : -1;
+        ith_pool_for(pool, 2, 1, shard_task, j); /* also what is pending after an error */
+        for (int k = 0; k < 2; k++)
+            if (status == ITH_OK && j->status[k] != ITH_OK)
+                status = ith_fail(err, j->status[k], "%s", j->err[k].text);
+        j->shard[1] = j->shard[0];
+    }
+    return status;
+}
+
+static ith_status convert_shards(converter *c, ith_error *err)
+{
+    ith_pool *pool = NULL;
+    shard_jobs *j = NULL;
+    ith_status status = ITH_OK;
+    ITH_TRY_OUT(ith_pool_create(&pool, 2, err));
+    ITH_TRY_OUT(ith_alloc_zero((void **)&j, 1, (int64_t)sizeof *j, "shards", err));
+    j->c = c;
+    for (int k = 0; k < 2; k++)
+        ITH_TRY_OUT(ith_alloc((void **)&j->piece[k], PIECE_BYTES, "shards", err));
+    status = run_shards(c, j, pool, err);
+out:
+    for (int k = 0; j && k < 2; k++)
+        ith_free(j->piece[k]);
+    ith_free(j);
+    ith_pool_destroy(pool);
     return status;
 }
 
@@ -433,19 +516,28 @@ static ith_status write_index(converter *c, ith_error *err)
     return status;
 }
 
+static ith_status move_shard(const converter *c, int64_t shard, ith_error *err)
+{
+    char name[64];
+    shard_paths paths = {0};
+    ith_buf to = {0};
+    shard_name(c, shard, name, sizeof name);
+    ith_path_join(&to, c->out_dir, name);
+    ith_status status = make_paths(c, shard, &paths, err);
+    if (status == ITH_OK)
+        status = ith_buf_check(&to, "path", err);
+    if (status == ITH_OK && ith_path_exists(paths.file.data))
+        status = ith_rename(paths.file.data, to.data, err);
+    ith_buf_deinit(&to);
+    free_paths(&paths);
+    return status;
+}
+
 static ith_status finish(converter *c, ith_error *err)
 {
-    char stem[32], name[64];
     ITH_TRY(ith_model_dir_copy_files(c->source, c->out_dir, false, ITH_BF16, err));
-    for (int64_t s = 0; s < c->num_shards; s++) {
-        ITH_TRY(shard_paths(c, s, stem, sizeof stem, err));
-        if (!ith_path_exists(c->path.data))
-            continue;
-        shard_name(c, s, name, sizeof name);
-        ith_path_join(&c->other, c->out_dir, name);
-        ITH_TRY(ith_buf_check(&c->other, "path", err));
-        ITH_TRY(ith_rename(c->path.data, c->other.data, err));
-    }
+    for (int64_t s = 0; s < c->num_shards; s++)
+        ITH_TRY(move_shard(c, s, err));
     if (c->num_shards > 1)
         ITH_TRY(write_index(c, err));
     return ith_remove_tree(c->partial.data, err);
@@ -487,13 +579,9 @@ ith_status ith_experts_convert(const char *source, const char *out_dir, bool mer
     ITH_TRY_OUT(plan_shards(&c, err));
     ITH_TRY_OUT(make_key(&c, err));
     ITH_TRY_OUT(check_out_dir(&c, err)); /* all mistakes of the request before the first file */
-    for (int64_t s = 0; s < c.num_shards; s++) {
-        bool done = false;
-        ITH_TRY_OUT(is_done(&c, s, &done, err));
-        c.report.num_kept += done;
-        if (!done)
-            ITH_TRY_OUT(write_shard(&c, s, err));
-    }
+    ITH_TRY_OUT(ith_alloc_zero((void **)&c.hashes, c.num_outputs, (int64_t)sizeof *c.hashes,
+                               "tensors", err));
+    ITH_TRY_OUT(convert_shards(&c, err));
     ITH_TRY_OUT(finish(&c, err));
     *report = c.report;
 out:
@@ -502,8 +590,8 @@ out:
     ith_free(c.outputs);
     ith_free((void *)c.sources);
     ith_free(c.shard_begin);
+    ith_free(c.hashes);
     ith_buf_deinit(&c.partial);
     ith_buf_deinit(&c.path);
-    ith_buf_deinit(&c.other);
     return status;
 }

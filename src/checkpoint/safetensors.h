@@ -63,6 +63,10 @@ const ith_st_entry *ith_st_find(const ith_st_reader *reader, const char *name);
 ith_status ith_st_need(const ith_st_reader *reader, const char *name, int ndim,
                        const int64_t *shape, const char *why, const ith_st_entry **out,
                        ith_error *err);
+/* Bytes [offset, offset + bytes) of an entry's data, read past the mapping (files larger than
+ * memory). Safe on several threads. */
+ith_status ith_st_read(const ith_st_reader *reader, const ith_st_entry *entry, int64_t offset,
+                       void *out, int64_t bytes, ith_error *err);
 /* Sum of the tensors' bytes. */
 int64_t ith_st_total_bytes(const ith_st_reader *reader);
 int64_t ith_st_num_files(const ith_st_reader *reader);

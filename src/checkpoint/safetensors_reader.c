@@ -479,6 +479,14 @@ void ith_st_close(ith_st_reader *r)
     ith_free(r);
 }
 
+ith_status ith_st_read(const ith_st_reader *r, const ith_st_entry *entry, int64_t offset, void *out,
+                       int64_t bytes, ith_error *err)
+{
+    const st_file *f = &r->files[entry->file_idx];
+    ITH_ASSERT(offset >= 0 && bytes >= 0 && bytes <= entry->bytes - offset);
+    return ith_read_at(f->path, (const char *)entry->data - f->map.data + offset, out, bytes, err);
+}
+
 int64_t ith_st_count(const ith_st_reader *r)
 {
     return r->count;

@@ -128,17 +128,33 @@ static ith_status ensure_template(const char *dir, ith_error *err)
     return status;
 }
 
-static ith_status write_piece(const ith_model *m, const ith_hf_piece *p, uint64_t seed,
-                              ith_dtype dtype, ith_st_writer *w, float *values, char *bytes,
-                              ith_error *err)
+typedef struct {
+    const ith_model *model;
+    const ith_hf_piece *piece;
+    uint64_t seed;
+    int64_t first;
+    ith_dtype dtype;
+    float *values;
+    char *bytes;
+} init_job;
+
+static void init_task(void *arg, int64_t begin, int64_t end, int thread)
 {
-    dtype = m->params[p->param].is_f32 ? ITH_F32 : dtype;
-    for (int64_t done = 0; done < p->count;) {
-        int64_t n = ith_min_i64(CHUNK_ELEMENTS, p->count - done);
-        ith_model_init_piece(m, p, seed, done, n, values);
-        ith_convert(bytes, dtype, values, ITH_F32, n);
-        ITH_TRY(ith_st_writer_push(w, bytes, n * ith_dtype_bytes(dtype), err));
-        done += n;
+    const init_job *j = arg;
+    (void)thread;
+    ith_model_init_piece(j->model, j->piece, j->seed, j->first + begin, end - begin,
+                         j->values + begin);
+    ith_convert(j->bytes + begin * ith_dtype_bytes(j->dtype), j->dtype, j->values + begin, ITH_F32,
+                end - begin);
+}
+
+static ith_status write_piece(init_job *j, ith_pool *pool, ith_st_writer *w, ith_error *err)
+{
+    for (j->first = 0; j->first < j->piece->count;) {
+        int64_t n = ith_min_i64(CHUNK_ELEMENTS, j->piece->count - j->first);
+        ith_pool_for(pool, n, 8192, init_task, j);
+        ITH_TRY(ith_st_writer_push(w, j->bytes, n * ith_dtype_bytes(j->dtype), err));
+        j->first += n;
     }
     return ITH_OK;
 }
@@ -148,10 +164,12 @@ static ith_status write_weights(const ith_model *m, const char *dir, ith_dtype d
 {
     ith_st_entry *tensors = NULL;
     ith_st_writer *w = NULL;
+    ith_pool *pool = NULL;
     float *values = NULL;
     char *bytes = NULL;
     int64_t all = m->num_pieces + m->num_buffers;
     ith_status status = ITH_OK;
+    ITH_TRY_OUT(ith_pool_create(&pool, 0, err));
     ITH_TRY_OUT(ith_alloc_zero((void **)&tensors, all, sizeof *tensors, "tensor list", err));
     ITH_TRY_OUT(ith_alloc((void **)&values, CHUNK_ELEMENTS * 4, "weights", err));
     ITH_TRY_OUT(ith_alloc((void **)&bytes, CHUNK_ELEMENTS * 4, "weights", err));
@@ -169,7 +187,8 @@ static ith_status write_weights(const ith_model *m, const char *dir, ith_dtype d
     ITH_TRY_OUT(ith_st_writer_create(&w, dir, tensors, all, NULL, err));
     for (int64_t i = ith_st_writer_next(w); i >= 0; i = ith_st_writer_next(w)) {
         if (i < m->num_pieces) {
-            ITH_TRY_OUT(write_piece(m, &m->pieces[i], seed, dtype, w, values, bytes, err));
+            init_job j = {m, &m->pieces[i], seed, 0, tensors[i].dtype, values, bytes};
+            ITH_TRY_OUT(write_piece(&j, pool, w, err));
             continue;
         }
         int64_t n = m->buffer_list[i - m->num_pieces].count;
@@ -180,6 +199,7 @@ static ith_status write_weights(const ith_model *m, const char *dir, ith_dtype d
     status = ith_st_writer_commit(w, err);
 out:
     ith_st_writer_destroy(w);
+    ith_pool_destroy(pool);
     ith_free(tensors);
     ith_free(values);
     ith_free(bytes);
