@@ -153,7 +153,7 @@ typedef struct {
 typedef struct {
     ith_diffusion_name name;
     int64_t block_size;
-    double noise_range_low, noise_range_high;
+    double noise_range_low, noise_range_high, random_tokens;
     bool same_token_labels, complementary;
     ith_diffusion_weight loss_weight;
     ith_diffusion_normalizer normalizer;

@@ -146,6 +146,11 @@ static ith_status check_diffusion(ith_config *c, ith_error *err)
         c->batching_strategy != ITH_BATCHING_PADDING_FREE)
         return ith_config_fail(c, "diffusion_config.padding", err,
                                "full beside packed batches (use end or block)");
+    if (d->random_tokens > 0 && d->loss_weight == ITH_LOSS_INVERSE)
+        return ith_config_fail(c, "diffusion_config.random_tokens", err,
+                               "found %g with loss_weight inverse, which has no weight for tokens "
+                               "that are not masked (use loss_weight masked)",
+                               d->random_tokens);
     return ITH_OK;
 }
 

@@ -87,6 +87,10 @@ const config_row ith_config_rows[] = {
  FROM_TO(0, 1), .help = "Least share of the answer that is masked; drawn for each sample and epoch."},
 {"diffusion_config.noise_range_high", MODEL, KEY_FLOAT, AT(diffusion.noise_range_high), "0.8",
  FROM_TO(0, 1), .help = "Largest share of the answer that is masked."},
+{"diffusion_config.random_tokens", MODEL, KEY_FLOAT, AT(diffusion.random_tokens), "0.0", FROM_TO(0, 1),
+ .help = "Token editing (LLaDA2.1): this share of the answer's tokens that are not masked is replaced "
+         "by random ids, and trained to become the right ones again. The published models' share is "
+         "not known; 0 for 2.0."},
 {"diffusion_config.same_token_labels", MODEL, KEY_BOOL, AT(diffusion.same_token_labels), "true",
  .help = "A masked position predicts its own token (LLaDA2). false: the row before it does."},
 {"diffusion_config.complementary", MODEL, KEY_BOOL, AT(diffusion.complementary), "false",

@@ -15,6 +15,7 @@ struct ith_noiser {
     float *weights;
     double *u;
     bool *may;
+    int32_t *stray;       /* NULL: options.random is 0 */
     double factor;        /* of the weights being put */
     const int32_t *steps; /* of a trajectory; NULL: not one */
     /* the batch being made */
@@ -54,6 +55,7 @@ ith_status ith_noiser_create(ith_noiser **out, const ith_noise_options *options,
     ith_status status = ITH_OK;
     ITH_ASSERT(options->low >= 0 && options->low <= options->high && options->high <= 1);
     ITH_ASSERT(options->block_size > 0 || !options->blocks);
+    ITH_ASSERT(options->random <= 0 || options->vocab_size > 1);
     ITH_TRY(ith_alloc_zero((void **)&n, 1, sizeof *n, "noise", err));
     n->options = *options;
     n->limits = limits_of(options, clean);
@@ -66,6 +68,8 @@ ith_status ith_noiser_create(ith_noiser **out, const ith_noise_options *options,
     ITH_TRY_OUT(ith_alloc((void **)&n->weights, len * 4, "noise", err));
     ITH_TRY_OUT(ith_alloc((void **)&n->u, len * 8, "noise", err));
     ITH_TRY_OUT(ith_alloc((void **)&n->may, len, "noise", err));
+    if (options->random > 0)
+        ITH_TRY_OUT(ith_alloc((void **)&n->stray, len * 4, "noise", err));
     ITH_TRY_OUT(ith_alloc((void **)&n->out.ids, rows * 4, "noise", err));
     ITH_TRY_OUT(ith_alloc((void **)&n->out.position_ids, rows * 4, "noise", err));
     ITH_TRY_OUT(ith_alloc((void **)&n->out.labels, rows * 4, "noise", err));
@@ -84,20 +88,11 @@ void ith_noiser_destroy(ith_noiser *n)
 {
     if (!n)
         return;
-    void *parts[] = {n->x0,
-                     n->xt,
-                     n->target,
-                     n->weights,
-                     n->u,
-                     n->may,
-                     n->out.ids,
-                     n->out.position_ids,
-                     n->out.labels,
-                     n->out.weights,
-                     n->out.cu_seqlens,
-                     n->out.noisy,
-                     n->out.sample,
-                     n};
+    void *parts[] = {n->x0,         n->xt,          n->target,
+                     n->weights,    n->u,           n->may,
+                     n->stray,      n->out.ids,     n->out.position_ids,
+                     n->out.labels, n->out.weights, n->out.cu_seqlens,
+                     n->out.noisy,  n->out.sample,  n};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         ith_free(parts[i]);
 }
@@ -176,18 +171,19 @@ void ith_noiser_end(ith_noiser *n, ith_micro_batch *out)
 /* ---- drawing ---- */
 
 int64_t ith_noise_tokens(const ith_noise_options *o, const int32_t *x0, const bool *may,
-                         const double *u, double t, bool other, int64_t len, int32_t *xt,
-                         int32_t *target)
+                         const double *u, const int32_t *stray, double t, bool other, int64_t len,
+                         int32_t *xt, int32_t *target)
 {
-    int64_t masked = 0;
+    int64_t targets = 0;
     for (int64_t i = 0; i < len; i++) {
         /* a clean mask token is a masked one, as in dFactory */
         bool hit = may[i] && ((u[i] < t) != other || x0[i] == o->mask_id);
-        xt[i] = hit ? o->mask_id : x0[i];
-        target[i] = hit ? x0[i] : -100;
-        masked += hit;
+        bool replaced = may[i] && !hit && stray && stray[i] >= 0;
+        xt[i] = hit ? o->mask_id : replaced ? stray[i] : x0[i];
+        target[i] = hit || replaced ? x0[i] : -100;
+        targets += target[i] >= 0;
     }
-    return masked;
+    return targets;
 }
 
 int64_t ith_noise_states(const ith_noise_options *o, const int32_t *x0, const bool *may,
@@ -256,7 +252,7 @@ static double add_copy(ith_noiser *n, double t, bool other, int64_t len, int64_t
     const ith_noise_options *o = &n->options;
     double before = n->out.weight_sum, all = 0, ratio = other ? 1 - t : t;
     bool inverse = o->weight == ITH_WEIGHT_INVERSE;
-    (void)ith_noise_tokens(o, n->x0, n->may, n->u, t, other, len, n->xt, n->target);
+    (void)ith_noise_tokens(o, n->x0, n->may, n->u, n->stray, t, other, len, n->xt, n->target);
     n->factor = inverse && ratio > 0 ? 1 / ratio : 1; /* ratio 0 masks nothing */
     ith_noiser_add(n, n->x0, n->xt, n->target, n->weights, len, sample);
     n->factor = 1;
@@ -278,6 +274,19 @@ static double add_states(ith_noiser *n, double u, int64_t len, int64_t sample)
     return n->out.weight_sum - before;
 }
 
+/* The ids that would replace the sample's tokens, -1 where none would. */
+static void draw_strays(ith_noiser *n, int64_t epoch, int64_t sample, int64_t len)
+{
+    const ith_noise_options *o = &n->options;
+    uint64_t stream =
+        ith_rng_u64(o->seed, ith_rng_stream("random tokens") + (uint64_t)epoch, (uint64_t)sample);
+    for (int64_t i = 0; n->stray && i < len; i++) {
+        bool hit = ith_rng_uniform(o->seed, stream, 2 * (uint64_t)i) < o->random;
+        int64_t id = ith_rng_below(o->seed, stream, 2 * (uint64_t)i + 1, o->vocab_size - 1);
+        n->stray[i] = hit ? (int32_t)(id + (id >= o->mask_id)) : -1;
+    }
+}
+
 void ith_noiser_apply(ith_noiser *n, const ith_samples *samples, const ith_micro_batch *clean,
                       int64_t epoch, int64_t num_micro, ith_micro_batch *out)
 {
@@ -295,6 +304,7 @@ void ith_noiser_apply(ith_noiser *n, const ith_samples *samples, const ith_micro
         }
         for (int64_t i = 0; i < len; i++)
             n->u[i] = ith_rng_uniform(o->seed, stream, (uint64_t)i + 1);
+        draw_strays(n, epoch, sample, len);
         part += add_copy(n, t, false, len, sample);
         if (o->complementary)
             part += add_copy(n, t, true, len, sample);

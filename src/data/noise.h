@@ -10,6 +10,10 @@
  * the last noisy one on. Random masking is xt alone, every row seeing all of its document. A loss
  * row is the row of a masked token, or with shifted labels the row before it.
  *
+ * Token editing (LLaDA2.1): of the tokens that may be masked and are not, a share `random` is
+ * replaced by ids drawn from all but mask_id (now and then the own one) and has its own as target,
+ * as a masked one has. The clean half stays clean.
+ *
  * A recorded trajectory (samples.h) is trained by path distillation instead of drawn masks. Its
  * state m holds what the decoder had written before step m, of N steps; two states i < j are drawn
  * uniformly from 0..N. xt is state i, the targets are the tokens written from i on and before j:
@@ -17,7 +21,7 @@
  * weights count the targets.
  *
  * The weights follow the one gradient rule: weight_sum of a batch is its part of C.
- *   ONE      C counts masked tokens
+ *   ONE      C counts masked (and replaced) tokens
  *   INVERSE  a masked token weighs 1/t, C counts all tokens that may be masked (the ELBO per token)
  * per_micro_batch is dFactory's arithmetic instead: a mean in each micro-batch, then the mean over
  * micro-batches; weight_sum is then 1 / num_micro, and C is 1. A batch without a masked token is
@@ -41,6 +45,8 @@ typedef struct {
     int64_t block_size;
     int32_t mask_id, end_id; /* end_id is not used with ITH_PAD_NONE */
     double low, high;        /* 0 <= low <= high <= 1 */
+    double random;           /* share of unmasked tokens replaced, 0..1 */
+    int64_t vocab_size;      /* of the ids that replace them; used when random > 0 */
     bool complementary;      /* a second copy of each sample, masked where the first is not */
     bool same_token;         /* row i predicts token i; else token i + 1 */
     ith_noise_weight weight;
@@ -73,11 +79,12 @@ void ith_noiser_add(ith_noiser *n, const int32_t *x0, const int32_t *xt, const i
                     const float *weights, int64_t len, int64_t sample);
 void ith_noiser_end(ith_noiser *n, ith_micro_batch *out);
 
-/* xt and target of one sample from its draws u [len] and t; may: which tokens may be masked. With
- * `other`, the complement. Returns the number masked. */
+/* xt and target of one sample from its draws u [len] and t; may: which tokens may be masked;
+ * stray [len]: the id that replaces an unmasked token, -1: none (NULL: nowhere). With `other`, the
+ * complement. Returns the number of targets. */
 int64_t ith_noise_tokens(const ith_noise_options *o, const int32_t *x0, const bool *may,
-                         const double *u, double t, bool other, int64_t len, int32_t *xt,
-                         int32_t *target);
+                         const double *u, const int32_t *stray, double t, bool other, int64_t len,
+                         int32_t *xt, int32_t *target);
 
 /* The same for states `from` and `to` of a trajectory with steps [len]. */
 int64_t ith_noise_states(const ith_noise_options *o, const int32_t *x0, const bool *may,

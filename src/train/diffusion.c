@@ -68,6 +68,8 @@ ith_status ith_diffusion_options(const ith_config *config, const ith_hf_config *
                            .low = d->noise_range_low,
                            .high = d->noise_range_high,
                            .complementary = d->complementary,
+                           .random = d->random_tokens,
+                           .vocab_size = hf->vocab_size,
                            .same_token = d->same_token_labels,
                            .weight = (ith_noise_weight)d->loss_weight,
                            .padding = (ith_noise_padding)d->padding,

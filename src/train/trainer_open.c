@@ -319,6 +319,11 @@ static ith_status open_noise(ith_trainer *t, const ith_trainer_hooks *hooks, ith
                     : o->weight == ITH_WEIGHT_INVERSE
                         ? "masked tokens by 1/share, mean over answer tokens of the step"
                         : "mean over masked tokens of the step");
+    if (o->random > 0)
+        ith_trainer_say(hooks,
+                        "token editing: %g of the answer tokens that are not masked are "
+                        "replaced by random ids and trained like masked ones",
+                        o->random);
     if (t->config->diffusion.confidence_beta > 0)
         ith_trainer_say(hooks,
                         "confidence loss: %g times the entropy of masked tokens that are "

@@ -414,6 +414,10 @@ static void test_dfactory_mistakes_are_named(void **state)
         "data:\n  data_type: plaintext\n",
         "f.yaml:2:14: data.data_type: found text 'plaintext' (use conversation or tokenid: "
         "the keys of a row tell which it is)");
+    assert_error("diffusion_config:\n  name: block_diffusion\n  loss_weight: inverse\n"
+                 "  random_tokens: 0.1\n",
+                 "f.yaml:4:18: diffusion_config.random_tokens: found 0.1 with loss_weight inverse, "
+                 "which has no weight for tokens that are not masked (use loss_weight masked)");
     assert_error("train:\n  confidence_beta: -1\n",
                  "f.yaml:2:20: diffusion_config.confidence_beta: found -1 (use a number >= 0)");
     assert_error("train:\n  lr: fast\n",

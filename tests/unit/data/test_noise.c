@@ -80,12 +80,71 @@ static void test_tokens_by_hand_and_their_complement(void **state)
     const bool may[] = {false, true, true, true};
     const double u[] = {0.10, 0.40, 0.90, 0.20};
     int32_t xt[4], target[4];
-    assert_int_equal(ith_noise_tokens(&o, x0, may, u, 0.55, false, 4, xt, target), 2);
+    assert_int_equal(ith_noise_tokens(&o, x0, may, u, NULL, 0.55, false, 4, xt, target), 2);
     assert_memory_equal(xt, ((int32_t[]){1, 4, 0, 4}), sizeof xt);
     assert_memory_equal(target, ((int32_t[]){-100, 2, -100, 3}), sizeof target);
-    assert_int_equal(ith_noise_tokens(&o, x0, may, u, 0.55, true, 4, xt, target), 1);
+    assert_int_equal(ith_noise_tokens(&o, x0, may, u, NULL, 0.55, true, 4, xt, target), 1);
     assert_memory_equal(xt, ((int32_t[]){1, 2, 4, 3}), sizeof xt);
     assert_memory_equal(target, ((int32_t[]){-100, -100, 0, -100}), sizeof target);
+}
+
+/* Ids 8, 9, 7, 6 would replace tokens 0 to 3: only token 2 is one that may be masked and is not.
+ * Its complement is masked there, and replaces 1 and 3 but for the -1. */
+static void test_replaced_tokens_by_hand(void **state)
+{
+    (void)state;
+    ith_noise_options o = options();
+    o.mask_id = 4;
+    const int32_t x0[] = {1, 2, 0, 3}, stray[] = {8, 9, 7, -1};
+    const bool may[] = {false, true, true, true};
+    const double u[] = {0.10, 0.40, 0.90, 0.20};
+    int32_t xt[4], target[4];
+    assert_int_equal(ith_noise_tokens(&o, x0, may, u, stray, 0.55, false, 4, xt, target), 3);
+    assert_memory_equal(xt, ((int32_t[]){1, 4, 7, 4}), sizeof xt);
+    assert_memory_equal(target, ((int32_t[]){-100, 2, 0, 3}), sizeof target);
+    assert_int_equal(ith_noise_tokens(&o, x0, may, u, stray, 0.55, true, 4, xt, target), 2);
+    assert_memory_equal(xt, ((int32_t[]){1, 9, 4, 3}), sizeof xt);
+    assert_memory_equal(target, ((int32_t[]){-100, 2, 0, -100}), sizeof target);
+}
+
+/* Of 40 trained tokens of many epochs: the share replaced among those not masked, never by the mask
+ * id, from the whole vocabulary; masks are those of a run without. */
+static void test_the_share_of_replaced_tokens(void **state)
+{
+    (void)state;
+    static clean_batch c;
+    clean_begin(&c);
+    clean_add(&c, 40, 1, 3);
+    ith_noise_options plain = options(), edits = options();
+    edits.random = 0.25;
+    edits.vocab_size = 16;
+    plain.keep_all = edits.keep_all = true;
+    ith_noiser *a = open_noiser(&plain), *b = open_noiser(&edits);
+    int64_t open = 0, replaced = 0, seen[16] = {0};
+    for (int64_t epoch = 0; epoch < 400; epoch++) {
+        ith_micro_batch without, with;
+        ith_noiser_apply(a, NULL, &c.batch, epoch, 1, &without);
+        ith_noiser_apply(b, NULL, &c.batch, epoch, 1, &with);
+        for (int64_t t = 1; t < 40; t++) {
+            assert_int_equal(without.ids[t] == 5, with.ids[t] == 5);
+            open += without.ids[t] != 5;
+            if (with.ids[t] == 5 || with.labels[t] < 0)
+                continue;
+            assert_int_equal(with.labels[t], c.ids[t]);
+            assert_int_equal(with.ids[40 + t], c.ids[t]); /* the clean half */
+            seen[with.ids[t]]++;
+            replaced++;
+        }
+        assert_true(with.weight_sum == (double)with.num_labels);
+    }
+    double share = (double)replaced / (double)open;
+    if (fabs(share - 0.25) > 5 * sqrt(0.25 * 0.75 / (double)open))
+        fail_msg("%g of %d tokens replaced, expected 0.25", share, (int)open);
+    for (int id = 0; id < 16; id++)
+        if ((seen[id] == 0) != (id == 5))
+            fail_msg("id %d stood in for a token %d times", id, (int)seen[id]);
+    ith_noiser_destroy(a);
+    ith_noiser_destroy(b);
 }
 
 /* States of a decoder that wrote token 3 first, then 1 and 4, then 2; two prompt tokens before. */
@@ -390,6 +449,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_tokens_by_hand_and_their_complement),
+        cmocka_unit_test(test_replaced_tokens_by_hand),
+        cmocka_unit_test(test_the_share_of_replaced_tokens),
         cmocka_unit_test(test_states_of_a_trajectory_by_hand),
         cmocka_unit_test(test_pairs_of_states_are_drawn_alike),
         cmocka_unit_test(test_rows_left_out_are_those_nobody_reads),
