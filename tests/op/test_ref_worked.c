@@ -201,6 +201,25 @@ static void test_block_diffusion_mask_by_hand(void **state)
     check_block_mask(5, 2, five);
 }
 
+/* Pairs of query and key of [noisy; clean] rows: L (L + b) where b divides L, fewer rows in the
+ * last block else. */
+static void test_pairs_of_the_block_diffusion_mask(void **state)
+{
+    (void)state;
+    static const int64_t cases[][3] = {{4, 2, 24},   {5, 2, 34},    {64, 32, 6144},
+                                       {21, 4, 522}, {35, 8, 1490}, {2048, 32, 4259840}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int64_t len = cases[i][0], pairs = 0;
+        for (int64_t row = 0; row < 2 * len; row++) {
+            ith_key_range r = ith_keys_seen(cases[i][1], true, 2 * len, len, row, row % len);
+            pairs += r.hi[0] - r.lo[0] + r.hi[1] - r.lo[1];
+        }
+        if (pairs != cases[i][2])
+            fail_msg("%d tokens in blocks of %d: %d pairs, expected %d", (int)len, (int)cases[i][1],
+                     (int)pairs, (int)cases[i][2]);
+    }
+}
+
 static void fill(float *x, int64_t n, uint64_t stream)
 {
     for (int64_t i = 0; i < n; i++)
@@ -691,6 +710,7 @@ int main(void)
         cmocka_unit_test(test_attention_parts_merge_to_the_whole),
         cmocka_unit_test(test_attention_packed_is_separate),
         cmocka_unit_test(test_block_diffusion_mask_by_hand),
+        cmocka_unit_test(test_pairs_of_the_block_diffusion_mask),
         cmocka_unit_test(test_decode_is_the_end_of_forward),
         cmocka_unit_test(test_linear_adds_to_what_is_there),
         cmocka_unit_test(test_swiglu_values_and_extremes),

@@ -32,6 +32,12 @@ static void add(tensors *t, const char *name, ith_dtype dtype, int ndim, int64_t
         .name = t->names[i], .dtype = dtype, .ndim = ndim, .shape = {a, b}, .data = t->data[i]};
 }
 
+/* Files that are not weights; each begins with its name. */
+static const char *const others[] = {"tokenizer_config.json", "chat_template.jinja",
+                                     "generation_config.json", "preprocessor_config.json",
+                                     "modeling_llada2_moe.py"};
+enum { NUM_OTHERS = sizeof others / sizeof *others };
+
 /* Layer 0 dense, layers 1 and 2 with experts; `skip`: a name that is left out. */
 static void write_model(const char *dir, const char *skip)
 {
@@ -60,6 +66,10 @@ static void write_model(const char *dir, const char *skip)
     static const char config[] = "{\"model_type\": \"llada2_moe\", \"num_experts\": 4}\n";
     ith_path_join(&path, dir, "config.json");
     assert_ok(ith_write_file(path.data, config, (int64_t)sizeof config - 1, &err), err);
+    for (int i = 0; i < NUM_OTHERS; i++) {
+        ith_path_join(&path, dir, others[i]);
+        assert_ok(ith_write_file(path.data, others[i], 9, &err), err);
+    }
     ith_buf_deinit(&path);
 }
 
@@ -110,6 +120,14 @@ static void test_merge_then_split_gives_every_byte_back(void **state)
         ith_st_close(reader);
         assert_ok(ith_experts_convert(g, s, false, shard ? 300 : 0, &r, &err), err);
         assert_same_tensors(m, s);
+        for (int i = 0; i < NUM_OTHERS; i++) {
+            char file[1200];
+            ith_buf text = {0};
+            join(file, sizeof file, s, others[i]);
+            assert_ok(ith_read_file(file, 0, &text, &err), err);
+            assert_true(text.len == 9 && memcmp(text.data, others[i], 9) == 0);
+            ith_buf_deinit(&text);
+        }
         char partial[1200];
         join(partial, sizeof partial, s, ".experts.partial");
         assert_false(ith_path_exists(partial));
