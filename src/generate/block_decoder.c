@@ -28,16 +28,9 @@ static ith_status place(ith_block_decoder *d)
     ith_ctx *ctx = &d->session.ctx;
     const ith_decoder_options *o = &d->options;
     const ith_hf_config *c = &d->hf;
-    int64_t rows = o->batch * o->capacity, queries = o->batch * d->block;
+    int64_t queries = o->batch * d->block;
     ITH_TRY(ith_model_place(d->model, ctx, false));
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "KV cache", d->model->dtype, 4,
-                         c->num_hidden_layers, rows, c->num_key_value_heads, c->head_dim,
-                         &d->cache.k));
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "KV cache", d->model->dtype, 4,
-                         c->num_hidden_layers, rows, c->num_key_value_heads, c->head_dim,
-                         &d->cache.v));
-    d->cache.batch = o->batch;
-    d->cache.capacity = o->capacity;
+    ITH_TRY(ith_model_place_cache(d->model, ctx, o->batch, o->capacity, &d->cache));
     ITH_TRY(push_ints(ctx, queries, &d->cache.lengths));
     ITH_TRY(push_ints(ctx, max_rows(d), &d->ids));
     ITH_TRY(push_ints(ctx, max_rows(d), &d->position_ids));

@@ -1,4 +1,5 @@
-/* blocks.h - the parts of a decoder layer that families share; qwen3.c holds them.
+/* blocks.h - the parts of a decoder layer that families share (attention_block.c, expert_mlp.c,
+ * offload.c, qwen3.c).
  *
  * They read m->norm_offset and the usual entries of layer_param, and work on m->acts[l]. */
 #ifndef ITH_MODEL_BLOCKS_H
@@ -10,6 +11,42 @@
 ith_status ith_block_open(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training);
 /* The balance is that of all tokens of the group: after the last layer. */
 ith_status ith_block_sum_balance(const ith_model *m, ith_ctx *ctx);
+
+/* Attention of a layer with one qkv product and a norm on each head of q and k:
+ *   n1 = norm(x)   qkv = n1 Wqkv^T   q', k' = rope(norm_head(q, k))   o = attention(q', k', v)
+ * What it reads; in the layer's workspace, or what acts kept. */
+typedef struct {
+    ith_tensor n1, rstd1, q, k, q_rstd, k_rstd; /* n1 absent: not made yet */
+    ith_qkv heads;                              /* of this rank's heads, all tokens of its group */
+    ith_tensor o; /* output of this rank's tokens, all heads; absent: not there yet */
+} ith_attention_in;
+
+/* Views of one [T, (Hq + 2 Hkv) Dh] buffer. */
+ith_qkv ith_block_split_qkv(const ith_hf_config *c, ith_tensor qkv);
+/* q' and k' of t tokens with their statistics. */
+ith_status ith_block_push_qk(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t t,
+                             ith_tensor *q, ith_tensor *k, ith_tensor *q_rstd, ith_tensor *k_rstd);
+/* a->o and a->lse of the ring slice of n tokens of the group, this rank's heads. */
+ith_status ith_block_push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
+                                        ith_layer_acts *a, int64_t n);
+/* Everything of `in` but o. forward: x = residual + delta, which gives a->x, too; else x is there,
+ * and only what was not kept is made again, by the same operators: the same bits. */
+ith_status ith_block_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                  bool forward, ith_attention_in *in);
+/* a->o and a->lse (pushed on the workspace when absent) from in->heads. */
+ith_status ith_block_attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                            const ith_attention_in *in);
+/* in->o from a->o. */
+ith_status ith_block_output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                      ith_attention_in *in);
+/* For backward: in->o, making a->o and what it reads again when it was not kept. */
+ith_status ith_block_output_again(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                  ith_attention_in *in);
+/* do_: [T,Hq,Dh] gradient of o. dx: in, what reaches x past attention; out, all of x's gradient.
+ * in->n1 is overwritten. */
+ith_status ith_block_attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                        ith_attention_in *in, ith_tensor do_, ith_tensor dx);
+
 /* Dense layers. x2 = x + o_out and m->delta = MLP(norm(x2)), in tiles; backward: dx in, the
  * gradient of the layer's output; out, that of x2. */
 ith_status ith_block_mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,

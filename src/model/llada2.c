@@ -207,88 +207,9 @@ static T grad(const ith_model *m, int64_t l, int which)
     return ith_layer_param(m, l, which)->grad;
 }
 
-static ith_qkv split_qkv(const ith_hf_config *c, T qkv)
-{
-    int64_t q = q_width(c), kv = kv_width(c);
-    ith_qkv s = {ith_split_heads(ith_col_range(qkv, 0, q), c->num_attention_heads),
-                 ith_split_heads(ith_col_range(qkv, q, q + kv), c->num_key_value_heads),
-                 ith_split_heads(ith_col_range(qkv, q + kv, q + 2 * kv), c->num_key_value_heads)};
-    return s;
-}
-
 static float scale_of(const ith_hf_config *c)
 {
     return (float)(1.0 / __builtin_sqrt((double)c->head_dim));
-}
-
-/* What attention reads, in the layer's workspace. */
-typedef struct {
-    T n1, rstd1, q, k, q_rstd, k_rstd;
-    ith_qkv heads; /* q', k', v of this rank's heads, all tokens of its group */
-    T o;           /* attention output of this rank's tokens, all heads; absent: not made yet */
-} attention_in;
-
-/* n1, qkv (unless saved: have_qkv), q' and k'. from_pair: x is residual + delta, written to a->x.
- */
-static ith_status make_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                    bool from_pair, attention_in *in)
-{
-    const ith_hf_config *c = m->config;
-    ith_layer_acts *a = &m->acts[l];
-    int64_t t = b->num_tokens, hq = c->num_attention_heads, hkv = c->num_key_value_heads;
-    float eps = (float)c->rms_norm_eps;
-    T none = ith_tensor_none(), w = weight(m, l, ITH_P_INPUT_NORM);
-    bool have_qkv = a->qkv.ndim && !from_pair;
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &in->n1));
-    ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &in->rstd1));
-    if (from_pair)
-        ITH_TRY(
-            ith_rmsnorm_forward(ctx, in->n1, a->x, in->rstd1, m->delta, m->residual, w, eps, 0.0f));
-    else
-        ITH_TRY(ith_rmsnorm_forward(ctx, in->n1, none, in->rstd1, a->x, none, w, eps, 0.0f));
-    if (!a->qkv.ndim)
-        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
-    if (!have_qkv)
-        ITH_TRY(ith_linear_forward(ctx, a->qkv, in->n1, weight(m, l, ITH_P_QKV), false));
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "q after norm and RoPE", m->dtype, t, hq,
-                       c->head_dim, &in->q));
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "k after norm and RoPE", m->dtype, t, hkv,
-                       c->head_dim, &in->k));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hq, &in->q_rstd));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, hkv, &in->k_rstd));
-    ith_qkv s = split_qkv(c, a->qkv);
-    ITH_TRY(ith_qk_norm_rope_forward(ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
-                                     weight(m, l, ITH_P_Q_NORM), weight(m, l, ITH_P_K_NORM),
-                                     m->rope_cos, m->rope_sin, b->position_ids, eps, 0.0f));
-    return ith_ulysses_to_heads(m->mesh, ctx, b->group_tokens, (ith_qkv){in->q, in->k, s.v},
-                                &in->heads);
-}
-
-/* o and lse of the tokens of the ring slice, n of the group, this rank's heads. */
-static ith_status push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
-                                     ith_layer_acts *a, int64_t n)
-{
-    const ith_hf_config *c = m->config;
-    int64_t heads =
-        ith_ulysses_own_share(m->mesh, c->num_attention_heads, c->num_key_value_heads).q_count;
-    int64_t rows = ith_ring_own_rows(m->mesh, ctx, n);
-    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, rows, heads, c->head_dim, &a->o));
-    return push(ctx, where, "attention lse", ITH_F32, rows, heads, &a->lse);
-}
-
-static ith_status attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                         const attention_in *in)
-{
-    ith_layer_acts *a = &m->acts[l];
-    return ith_ring_attention_forward(m->mesh, ctx, b->group_tokens, a->o, a->lse, in->heads,
-                                      b->seqs, scale_of(m->config), !b->bidirectional);
-}
-
-static ith_status output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T *o)
-{
-    const ith_hf_config *c = m->config;
-    return ith_ulysses_to_tokens(m->mesh, ctx, b->group_tokens, c->num_attention_heads,
-                                 c->num_key_value_heads, m->acts[l].o, o);
 }
 
 /* ---- MLPs ---- */
@@ -407,7 +328,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     } else if (training)
         ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
     if (keep <= ITH_KEEP_ATTENTION)
-        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, b->group_tokens));
+        ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, b->group_tokens));
     if (keep != ITH_KEEP_ALL)
         return ITH_OK;
     ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
@@ -471,14 +392,12 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
 {
     ith_layer_acts *a = &m->acts[l];
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    attention_in in = {0};
+    ith_attention_in in = {0};
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, training));
-    ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
-    if (!a->o.ndim)
-        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
-    ITH_TRY(attend(m, ctx, b, l, &in));
-    ITH_TRY(output_to_tokens(m, ctx, b, l, &in.o));
+    ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
+    ITH_TRY(ith_block_attend(m, ctx, b, l, &in));
+    ITH_TRY(ith_block_output_to_tokens(m, ctx, b, l, &in));
     ITH_TRY(after_attention(m, ctx, b, l, in.o));
     ITH_TRY(ith_offload_save(m, ctx, l));
     m->residual = a->x2;
@@ -514,21 +433,15 @@ static ith_status llada2_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
 
 /* ---- backward ---- */
 
-/* Makes o, lse and x2 again when the layer kept less; `in` is filled when attention had to be. */
+/* Makes o, lse and x2 again when the layer kept less. */
 static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                   attention_in *in, bool *have_in)
+                                   ith_attention_in *in)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    *have_in = !a->o.ndim;
     if (a->x2.ndim)
         return ITH_OK;
-    if (*have_in) {
-        ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
-        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
-        ITH_TRY(attend(m, ctx, b, l, in));
-    }
-    ITH_TRY(output_to_tokens(m, ctx, b, l, &in->o));
+    ITH_TRY(ith_block_output_again(m, ctx, b, l, in));
     T o, x, o_out, rstd2, rows = rows_behind(m, b, l);
     int64_t t = num_behind(m, b, l);
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
@@ -604,54 +517,33 @@ static ith_status output_gradient(ith_model *m, ith_ctx *ctx, const ith_batch *b
 
 /* dx2: gradient of x2 at the rows that are read; dx: in, of x2 at all rows; out, that of x. */
 static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                     attention_in *in, bool have_in, T dx2, T dx)
+                                     ith_attention_in *in, T dx2, T dx)
 {
     const ith_hf_config *c = m->config;
-    ith_layer_acts *a = &m->acts[l];
-    int64_t t = b->num_tokens;
-    T do_, do_heads, dqkv;
-    ith_qkv dheads;
-    if (!have_in)
-        ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
-    if (!in->o.ndim)
-        ITH_TRY(output_to_tokens(m, ctx, b, l, &in->o));
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype, t,
+    T do_;
+    if (!in->n1.ndim)
+        ITH_TRY(ith_block_attention_in(m, ctx, b, l, false, in));
+    ITH_TRY(ith_block_output_again(m, ctx, b, l, in));
+    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype, b->num_tokens,
                        c->num_attention_heads, c->head_dim, &do_));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv gradient", m->dtype, t, qkv_width(c), &dqkv));
     ITH_TRY(output_gradient(m, ctx, b, l, heads_2d(do_), dx2, heads_2d(in->o)));
-    ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->num_key_value_heads,
-                                           do_, &do_heads));
-    ith_qkv s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
-    ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, ds, &dheads));
-    ITH_TRY(ith_ring_attention_backward(m->mesh, ctx, b->group_tokens, dheads, do_heads, in->heads,
-                                        a->o, a->lse, b->seqs, scale_of(c), !b->bidirectional));
-    ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, ds, dheads));
-    ITH_TRY(ith_qk_norm_rope_backward(
-        ctx, ds.q, ds.k, grad(m, l, ITH_P_Q_NORM), grad(m, l, ITH_P_K_NORM), ds.q, ds.k, s.q, s.k,
-        in->q_rstd, in->k_rstd, weight(m, l, ITH_P_Q_NORM), weight(m, l, ITH_P_K_NORM), m->rope_cos,
-        m->rope_sin, b->position_ids, 0.0f));
-    ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_QKV), dqkv, in->n1));
-    T dn1 = in->n1; /* n1 was read for the last time */
-    ITH_TRY(ith_linear_backward_input(ctx, dn1, dqkv, weight(m, l, ITH_P_QKV), false));
-    return ith_rmsnorm_backward(ctx, dx, grad(m, l, ITH_P_INPUT_NORM), dn1, dx, a->x, in->rstd1,
-                                weight(m, l, ITH_P_INPUT_NORM), 0.0f);
+    return ith_block_attention_backward(m, ctx, b, l, in, do_, dx);
 }
 
 static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
 {
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    attention_in in = {0};
-    bool have_in = false;
+    ith_attention_in in = {0};
     T dx2, rows = rows_behind(m, b, l);
     ITH_TRY(ith_offload_fetch(m, ctx, l));
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(ith_model_open_grads(m, ctx, l));
-    ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));
+    ITH_TRY(remake_attention(m, ctx, b, l, &in));
     ITH_TRY(take_rows(ctx, dx, rows, &dx2));
     ITH_TRY(mlp_backward(m, ctx, l, dx2));
     if (rows.ndim) /* dx is zero at the others */
         ITH_TRY(ith_scatter_rows(ctx, dx, dx2, rows));
-    ITH_TRY(attention_backward(m, ctx, b, l, &in, have_in, dx2, dx));
+    ITH_TRY(attention_backward(m, ctx, b, l, &in, dx2, dx));
     ITH_TRY(ith_model_close_grads(m, ctx, l));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
@@ -698,16 +590,16 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens, q = q_width(c), kv = kv_width(c), n = t / cache->batch,
             mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    attention_in in = {0};
+    ith_attention_in in = {0};
     T k = cache_layer(cache->k, l), v = cache_layer(cache->v, l);
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
-    ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
+    ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_scatter_rows(ctx, heads_2d(k), heads_2d(in.k), rows));
     ITH_TRY(ith_scatter_rows(ctx, heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
-    ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, t));
+    ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, t));
     if (prefill)
-        ITH_TRY(attend(m, ctx, b, l, &in));
+        ITH_TRY(ith_block_attend(m, ctx, b, l, &in));
     for (int64_t s = 0; s < cache->batch && !prefill; s++)
         ITH_TRY(ith_attention_decode(
             ctx, ith_row_range(a->o, s * n, (s + 1) * n), ith_row_range(in.q, s * n, (s + 1) * n),

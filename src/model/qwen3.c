@@ -132,23 +132,6 @@ static ith_status qwen3_declare(ith_model *m, ith_error *err)
 /* ---- what both directions share
  * ------------------------------------------------------------------------ */
 
-/* Views of one [T, (Hq+2Hkv)*Dh] buffer. */
-static ith_qkv split_qkv(const ith_hf_config *c, T qkv)
-{
-    int64_t q = c->num_attention_heads * c->head_dim, kv = c->num_key_value_heads * c->head_dim;
-    ith_qkv s = {ith_split_heads(ith_col_range(qkv, 0, q), c->num_attention_heads),
-                 ith_split_heads(ith_col_range(qkv, q, q + kv), c->num_key_value_heads),
-                 ith_split_heads(ith_col_range(qkv, q + kv, q + 2 * kv), c->num_key_value_heads)};
-    return s;
-}
-
-/* What attention reads, in the layer's workspace. */
-typedef struct {
-    T n1, rstd1, q, k, q_rstd, k_rstd;
-    ith_qkv heads; /* q', k', v of this rank's heads, all tokens of its group */
-    T o;           /* attention output of this rank's tokens, all heads; absent: not made yet */
-} attention_in;
-
 static ith_status push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
                        int64_t rows, int64_t cols, T *out)
 {
@@ -177,98 +160,6 @@ static ith_status push_norm(ith_ctx *ctx, ith_mem_class where, ith_dtype dtype, 
 {
     ITH_TRY(push(ctx, where, "norm output", dtype, t, d, n));
     return ith_ctx_push(ctx, where, "norm statistics", ITH_F32, 1, t, 1, 1, 1, rstd);
-}
-
-/* q' and k' of t tokens with their statistics. */
-static ith_status push_qk(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t t, T *q, T *k,
-                          T *q_rstd, T *k_rstd)
-{
-    const ith_hf_config *c = m->config;
-    int64_t hq = c->num_attention_heads, hkv = c->num_key_value_heads;
-    ITH_TRY(push_heads(ctx, where, "q after norm and RoPE", m->dtype, t, hq, c->head_dim, q));
-    ITH_TRY(push_heads(ctx, where, "k after norm and RoPE", m->dtype, t, hkv, c->head_dim, k));
-    ITH_TRY(push(ctx, where, "norm statistics", ITH_F32, t, hq, q_rstd));
-    return push(ctx, where, "norm statistics", ITH_F32, t, hkv, k_rstd);
-}
-
-/* n1 from a->x (or from residual + delta, which then gives a->x), qkv unless saved, q' and k'. */
-static ith_status make_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                    bool from_pair, attention_in *in)
-{
-    const ith_hf_config *c = m->config;
-    ith_layer_acts *a = &m->acts[l];
-    int64_t t = b->num_tokens;
-    float eps = (float)c->rms_norm_eps;
-    T none = ith_tensor_none();
-    bool kept = a->n1.ndim != 0;
-    in->n1 = a->n1;
-    in->rstd1 = a->rstd1;
-    if (!kept)
-        ITH_TRY(
-            push_norm(ctx, ITH_MEM_WORKSPACE, m->dtype, t, c->hidden_size, &in->n1, &in->rstd1));
-    T w = ith_layer_param(m, l, ITH_P_INPUT_NORM)->w;
-    if (from_pair)
-        ITH_TRY(
-            ith_rmsnorm_forward(ctx, in->n1, a->x, in->rstd1, m->delta, m->residual, w, eps, 0.0f));
-    else if (!kept)
-        ITH_TRY(ith_rmsnorm_forward(ctx, in->n1, none, in->rstd1, a->x, none, w, eps, 0.0f));
-    if (!a->qkv.ndim)
-        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
-    return ITH_OK;
-}
-
-/* again: in backward, where kept ones are there. */
-static ith_status make_qk(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, bool again,
-                          attention_in *in)
-{
-    const ith_hf_config *c = m->config;
-    const ith_layer_acts *a = &m->acts[l];
-    bool kept = a->q.ndim != 0;
-    in->q = a->q;
-    in->k = a->k;
-    in->q_rstd = a->q_rstd;
-    in->k_rstd = a->k_rstd;
-    if (!kept)
-        ITH_TRY(push_qk(m, ctx, ITH_MEM_WORKSPACE, b->num_tokens, &in->q, &in->k, &in->q_rstd,
-                        &in->k_rstd));
-    ith_qkv s = split_qkv(c, a->qkv);
-    if (!(kept && again))
-        ITH_TRY(ith_qk_norm_rope_forward(
-            ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
-            ith_layer_param(m, l, ITH_P_Q_NORM)->w, ith_layer_param(m, l, ITH_P_K_NORM)->w,
-            m->rope_cos, m->rope_sin, b->position_ids, (float)c->rms_norm_eps, 0.0f));
-    return ith_ulysses_to_heads(m->mesh, ctx, b->group_tokens, (ith_qkv){in->q, in->k, s.v},
-                                &in->heads);
-}
-
-/* o and lse of the tokens of the ring slice, this rank's heads. */
-static ith_status push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
-                                     const ith_batch *b, ith_layer_acts *a)
-{
-    const ith_hf_config *c = m->config;
-    int64_t heads =
-        ith_ulysses_own_share(m->mesh, c->num_attention_heads, c->num_key_value_heads).q_count;
-    int64_t rows = ith_ring_own_rows(m->mesh, ctx, b->group_tokens);
-    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, rows, heads, c->head_dim, &a->o));
-    return push(ctx, where, "attention lse", ITH_F32, rows, heads, &a->lse);
-}
-
-/* Attention from in->heads, and its output back at this rank's tokens. */
-static ith_status attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                         attention_in *in)
-{
-    ith_layer_acts *a = &m->acts[l];
-    if (!a->o.ndim)
-        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_WORKSPACE, b, a));
-    return ith_ring_attention_forward(m->mesh, ctx, b->group_tokens, a->o, a->lse, in->heads,
-                                      b->seqs, scale_of(m->config), true);
-}
-
-static ith_status output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T *o)
-{
-    const ith_hf_config *c = m->config;
-    return ith_ulysses_to_tokens(m->mesh, ctx, b->group_tokens, c->num_attention_heads,
-                                 c->num_key_value_heads, m->acts[l].o, o);
 }
 
 /* ---- experts
@@ -427,7 +318,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
         ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
     }
     if (keep <= ITH_KEEP_ATTENTION)
-        ITH_TRY(push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, b, a));
+        ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, b->group_tokens));
     if (keep == ITH_KEEP_ALL) {
         ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
         ITH_TRY(
@@ -441,7 +332,8 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     if (keep != ITH_KEEP_ALL || !m->keep_normed[l])
         return ITH_OK;
     ITH_TRY(push_norm(ctx, ITH_MEM_ACTIVATIONS, m->dtype, t, c->hidden_size, &a->n1, &a->rstd1));
-    ITH_TRY(push_qk(m, ctx, ITH_MEM_ACTIVATIONS, t, &a->q, &a->k, &a->q_rstd, &a->k_rstd));
+    ITH_TRY(
+        ith_block_push_qk(m, ctx, ITH_MEM_ACTIVATIONS, t, &a->q, &a->k, &a->q_rstd, &a->k_rstd));
     return push_norm(ctx, ITH_MEM_ACTIVATIONS, m->dtype, t, c->hidden_size, &a->n2, &a->rstd2);
 }
 
@@ -466,15 +358,13 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    attention_in in = {0};
+    ith_attention_in in = {0};
     T o_out;
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, training));
-    ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
-    ITH_TRY(ith_linear_forward(ctx, a->qkv, in.n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
-    ITH_TRY(make_qk(m, ctx, b, l, false, &in));
-    ITH_TRY(attend(m, ctx, b, l, &in));
-    ITH_TRY(output_to_tokens(m, ctx, b, l, &in.o));
+    ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
+    ITH_TRY(ith_block_attend(m, ctx, b, l, &in));
+    ITH_TRY(ith_block_output_to_tokens(m, ctx, b, l, &in));
     ITH_TRY(
         push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
     ITH_TRY(
@@ -530,25 +420,16 @@ static ith_status qwen3_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
  * ---------------------------------------------------------------------------------------------------
  */
 
-/* Makes o, lse and x2 again when the layer kept less; `in` is filled when attention had to be. */
+/* Makes o, lse and x2 again when the layer kept less. */
 static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                   attention_in *in, bool *have_in)
+                                   ith_attention_in *in)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens;
-    *have_in = false;
     if (a->x2.ndim)
         return ITH_OK;
-    if (!a->o.ndim) {
-        *have_in = true;
-        ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
-        ITH_TRY(
-            ith_linear_forward(ctx, a->qkv, in->n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
-        ITH_TRY(make_qk(m, ctx, b, l, true, in));
-        ITH_TRY(attend(m, ctx, b, l, in));
-    }
-    ITH_TRY(output_to_tokens(m, ctx, b, l, &in->o));
+    ITH_TRY(ith_block_output_again(m, ctx, b, l, in));
     T o_out, rstd2;
     ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
@@ -621,58 +502,31 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
 
 /* dx: in, the gradient of x2; out, that of x. */
 static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                     attention_in *in, bool have_in, T dx)
+                                     ith_attention_in *in, T dx)
 {
     const ith_hf_config *c = m->config;
-    ith_layer_acts *a = &m->acts[l];
-    const ith_param *wo = ith_layer_param(m, l, ITH_P_O), *wqkv = ith_layer_param(m, l, ITH_P_QKV);
-    const ith_param *qn = ith_layer_param(m, l, ITH_P_Q_NORM),
-                    *kn = ith_layer_param(m, l, ITH_P_K_NORM);
-    const ith_param *norm = ith_layer_param(m, l, ITH_P_INPUT_NORM);
-    int64_t t = b->num_tokens;
-    if (!have_in) {
-        bool saved_qkv = a->qkv.ndim != 0;
-        ITH_TRY(make_attention_in(m, ctx, b, l, false, in));
-        if (!saved_qkv)
-            ITH_TRY(ith_linear_forward(ctx, a->qkv, in->n1, wqkv->w, false));
-        ITH_TRY(make_qk(m, ctx, b, l, true, in));
-    }
-    if (!in->o.ndim)
-        ITH_TRY(output_to_tokens(m, ctx, b, l, &in->o));
-    T do_, do_heads, dqkv;
-    ith_qkv dheads;
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype, t,
+    const ith_param *wo = ith_layer_param(m, l, ITH_P_O);
+    T do_;
+    if (!in->n1.ndim)
+        ITH_TRY(ith_block_attention_in(m, ctx, b, l, false, in));
+    ITH_TRY(ith_block_output_again(m, ctx, b, l, in));
+    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype, b->num_tokens,
                        c->num_attention_heads, c->head_dim, &do_));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv gradient", m->dtype, t, qkv_width(c), &dqkv));
     ITH_TRY(ith_linear_backward_input(ctx, heads_2d(do_), dx, wo->w, false));
     ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, heads_2d(in->o)));
-    ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->num_key_value_heads,
-                                           do_, &do_heads));
-    ith_qkv s = split_qkv(c, a->qkv), ds = split_qkv(c, dqkv);
-    ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, ds, &dheads));
-    ITH_TRY(ith_ring_attention_backward(m->mesh, ctx, b->group_tokens, dheads, do_heads, in->heads,
-                                        a->o, a->lse, b->seqs, scale_of(c), true));
-    ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, ds, dheads));
-    ITH_TRY(ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, ds.q, ds.k, s.q, s.k,
-                                      in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos,
-                                      m->rope_sin, b->position_ids, 0.0f));
-    ITH_TRY(ith_linear_backward_weight(ctx, wqkv->grad, dqkv, in->n1));
-    T dn1 = in->n1; /* n1 was read for the last time */
-    ITH_TRY(ith_linear_backward_input(ctx, dn1, dqkv, wqkv->w, false));
-    return ith_rmsnorm_backward(ctx, dx, norm->grad, dn1, dx, a->x, in->rstd1, norm->w, 0.0f);
+    return ith_block_attention_backward(m, ctx, b, l, in, do_, dx);
 }
 
 static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
 {
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    attention_in in = {0};
-    bool have_in = false;
+    ith_attention_in in = {0};
     ITH_TRY(ith_offload_fetch(m, ctx, l));
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(ith_model_open_grads(m, ctx, l));
-    ITH_TRY(remake_attention(m, ctx, b, l, &in, &have_in));
+    ITH_TRY(remake_attention(m, ctx, b, l, &in));
     ITH_TRY(mlp_backward(m, ctx, b, l, dx));
-    ITH_TRY(attention_backward(m, ctx, b, l, &in, have_in, dx));
+    ITH_TRY(attention_backward(m, ctx, b, l, &in, dx));
     ITH_TRY(ith_model_close_grads(m, ctx, l));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
@@ -706,13 +560,11 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE),
             kv = c->num_key_value_heads * c->head_dim;
-    attention_in in = {0};
+    ith_attention_in in = {0};
     T o_out, k = cache_layer(cache->k, l), v = cache_layer(cache->v, l);
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
-    ITH_TRY(make_attention_in(m, ctx, b, l, true, &in));
-    ITH_TRY(ith_linear_forward(ctx, a->qkv, in.n1, ith_layer_param(m, l, ITH_P_QKV)->w, false));
-    ITH_TRY(make_qk(m, ctx, b, l, false, &in));
+    ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     int64_t q = c->num_attention_heads * c->head_dim;
     ITH_TRY(ith_scatter_rows(ctx, heads_2d(k), heads_2d(in.k), rows));
     ITH_TRY(ith_scatter_rows(ctx, heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
@@ -721,8 +573,9 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     ITH_TRY(
         push(ctx, ITH_MEM_WORKSPACE, "attention lse", ITH_F32, t, c->num_attention_heads, &a->lse));
     if (prefill) {
-        ITH_TRY(ith_attention_forward(ctx, a->o, a->lse, in.q, in.k, split_qkv(c, a->qkv).v,
-                                      b->seqs, scale_of(c), true));
+        ITH_TRY(ith_attention_forward(ctx, a->o, a->lse, in.q, in.k,
+                                      ith_block_split_qkv(c, a->qkv).v, b->seqs, scale_of(c),
+                                      true));
     } else {
         T k4 = ith_tensor_4d(k.data, k.dtype, 4, cache->batch, cache->capacity,
                              c->num_key_value_heads, c->head_dim);
