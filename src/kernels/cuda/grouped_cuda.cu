@@ -126,15 +126,11 @@ enum { TILE_I = 128, TILE_J = 256 };
 enum { A_PIECES = TILE_I / PIECE, PIECES = A_PIECES + TILE_J / PIECE, OUT_PIECES = 4 };
 enum { STAGE_BYTES = PIECES * PIECE_BYTES, OUT_BYTES = OUT_PIECES * PIECE_BYTES };
 enum { WARPGROUP = 128, CONSUMERS = 2 * WARPGROUP };
-/* bf16 results leave through shared memory, which costs a stage. */
-template <bool ROWS_INNER> constexpr int STAGES_OF = ROWS_INNER ? 4 : 3;
-template <bool ROWS_INNER>
-constexpr int SHARED_BYTES = STAGES_OF<ROWS_INNER> *STAGE_BYTES + (ROWS_INNER ? 0 : 2 * OUT_BYTES) +
-                             1024;
+enum { STAGES = 3, SHARED_BYTES = STAGES * STAGE_BYTES + 2 * OUT_BYTES + 1024 };
 enum sharing { SHARE_NOTHING, SHARE_A, SHARE_B };
 
 struct tiled_product {
-    CUtensorMap a_map, b_map, c_map; /* c_map: of bf16 results */
+    CUtensorMap a_map, b_map, c_map;
     product p;
     const row_tile *tiles;  /* of rows; absent when an expert's rows are inner */
     const int32_t *offsets; /* [groups + 1] */
@@ -183,7 +179,6 @@ template <bool A_K, bool B_K, bool ROWS_INNER, sharing SHARE>
 __device__ void fetch_tiles(const tiled_product &t, const ring &r, int64_t first, int64_t step,
                             int rank)
 {
-    constexpr int STAGES = STAGES_OF<ROWS_INNER>;
     uint32_t turn = 0;
     unit u;
     for (int64_t n = first; find_unit<ROWS_INNER, SHARE>(u, t, n, rank); n += step)
@@ -234,7 +229,7 @@ __device__ __forceinline__ void clear_rows(uint32_t stage, int from)
 
 /* Where the 64 x 256 results of a warpgroup go: row i0, column j0 of group's matrix. */
 struct results {
-    uint32_t stage;                /* bf16: OUT_PIECES pieces of shared memory of its own */
+    uint32_t stage;                /* OUT_PIECES pieces of shared memory of its own */
     int group, i0, j0, rows, cols; /* rows, cols: how many exist from there on */
 };
 
@@ -246,7 +241,7 @@ __device__ __forceinline__ void send_bf16(const tiled_product &t, const results 
     int me = (int)threadIdx.x % WARPGROUP, lane = me % 32, bar = (int)threadIdx.x / WARPGROUP + 1;
     int row = me / 32 * 16 + lane % 16, right = lane / 16; /* whose address this lane gives */
     if (me == 0)
-        stores_wait_read();
+        stores_wait_read<0>();
     join_threads<WARPGROUP>(bar); /* the pieces are free again */
 #pragma unroll
     for (int j = 0; j < TILE_J / 8; j += 2) {
@@ -284,27 +279,46 @@ __device__ __forceinline__ void send_bf16(const tiled_product &t, const results 
     }
 }
 
-/* f32 from the registers: added where they lie, each element once, so the sum has one order. */
+/* f32, two pieces of 32 columns at a time: while the copy engine writes or adds two, threads fill
+ * the next two. Each element is added to once, so the sum has one order. */
 __device__ __forceinline__ void send_f32(const tiled_product &t, const results &to,
                                          const float (&c)[TILE_J / 2])
 {
-    int me = (int)threadIdx.x % WARPGROUP, first = me / 32 * 16 + me % 32 / 4, q = me % 4 * 2;
-    float *out = (float *)t.p.c + to.group * t.p.c_group + to.i0 * t.p.c_i + to.j0 + q;
+    int me = (int)threadIdx.x % WARPGROUP, bar = (int)threadIdx.x / WARPGROUP + 1;
+    int first = me / 32 * 16 + me % 32 / 4, quarter = me % 4;
+    bool odd = first % 2;
 #pragma unroll
-    for (int h = 0; h < 2; h++)
+    for (int n = 0; n < TILE_J / 32; n += 2) {
+        uint32_t pair = to.stage + n % OUT_PIECES * PIECE_BYTES;
+        if (me == 0)
+            stores_wait_read<1>();
+        join_threads<WARPGROUP>(bar); /* this pair is free again */
 #pragma unroll
-        for (int j = 0; j < TILE_J / 8; j++) {
-            int row = first + 8 * h, from = 4 * j + 2 * h;
-            float *at = out + row * t.p.c_i + j * 8;
-            if (row >= to.rows || j * 8 + q >= to.cols)
-                continue;
-            if (t.p.accumulate)
-                asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(at),
-                             "f"(c[from]), "f"(c[from + 1])
+        for (int h = 0; h < 2; h++)
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                /* Odd rows begin two groups of columns later: their banks are then free. */
+                int group = odd ? i ^ 2 : i, row = first + 8 * h, from = 4 * (4 * n + i) + 2 * h;
+                int chunk = group % 4 * 2 + quarter / 2, other = 4 * (4 * n + (i ^ 2)) + 2 * h;
+                uint32_t at = pair + i / 4 * PIECE_BYTES + row * 128 + (chunk ^ row % 8) * 16;
+                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + quarter % 2 * 8),
+                             "f"(odd ? c[other] : c[from]), "f"(odd ? c[other + 1] : c[from + 1])
                              : "memory");
+            }
+        written_for_engines();
+        join_threads<WARPGROUP>(bar);
+        if (me != 0 || to.rows <= 0)
+            continue;
+        for (int i = 0; i < 2; i++) {
+            uint32_t piece = pair + i * PIECE_BYTES;
+            int col = to.j0 + (n + i) * 32;
+            if (t.p.accumulate)
+                add_box(&t.c_map, piece, col, to.i0, to.group);
             else
-                *reinterpret_cast<float2 *>(at) = make_float2(c[from], c[from + 1]);
+                store_box(&t.c_map, piece, col, to.i0, to.group);
         }
+        stores_end();
+    }
 }
 
 template <bool A_K, bool B_K, bool ROWS_INNER, sharing SHARE>
@@ -312,7 +326,6 @@ __device__ void multiply_tiles(const tiled_product &t, const ring &r, int64_t fi
                                int rank)
 {
     int warpgroup = (int)threadIdx.x / WARPGROUP - 1;
-    constexpr int STAGES = STAGES_OF<ROWS_INNER>;
     uint32_t turn = 0;
     unit u;
     for (int64_t n = first; find_unit<ROWS_INNER, SHARE>(u, t, n, rank); n += step) {
@@ -359,7 +372,7 @@ __device__ void multiply_tiles(const tiled_product &t, const ring &r, int64_t fi
         else
             send_bf16(t, to, c);
     }
-    if (!ROWS_INNER && threadIdx.x % WARPGROUP == 0)
+    if (threadIdx.x % WARPGROUP == 0)
         stores_wait();
 }
 
@@ -369,7 +382,7 @@ __global__ void __launch_bounds__(WARPGROUP + CONSUMERS, 1)
         product_wgmma(const __grid_constant__ tiled_product t)
 {
     extern __shared__ char raw[];
-    constexpr int STAGES = STAGES_OF<ROWS_INNER>, BLOCKS = SHARE == SHARE_NOTHING ? 1 : 2;
+    constexpr int BLOCKS = SHARE == SHARE_NOTHING ? 1 : 2;
     __shared__ uint64_t barriers[2 * STAGES];
     int rank = (int)blockIdx.x % BLOCKS;
     int64_t first = blockIdx.x / BLOCKS, step = gridDim.x / BLOCKS;
@@ -438,11 +451,11 @@ static ith_status launch_wgmma(ith_ctx *ctx, const ith_grouped *g, tiled_product
     if (!ROWS_INNER)
         list_tiles<<<1, (unsigned)ith_round_up(g->num_groups, 32), 0, stream>>>(
             (row_tile *)ctx->scratch, num_tiles, g->offsets, g->num_groups, (int32_t)rows, TILE_I);
-    ITH_CUDA_TRY(ctx,
-                 cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      SHARED_BYTES<ROWS_INNER>),
-                 g->out);
-    kernel<<<ITH_CUDA_SMS, WARPGROUP + CONSUMERS, SHARED_BYTES<ROWS_INNER>, stream>>>(t);
+    ITH_CUDA_TRY(
+        ctx,
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES),
+        g->out);
+    kernel<<<ITH_CUDA_SMS, WARPGROUP + CONSUMERS, SHARED_BYTES, stream>>>(t);
     return ITH_CUDA_LAUNCHED(ctx, g->out);
 }
 
@@ -456,8 +469,7 @@ static ith_status run_wgmma(ith_ctx *ctx, const ith_grouped *g, const product &p
     t.offsets = g->offsets;
     ITH_TRY(ith_cuda_tensor_map(ctx, &t.a_map, g->a));
     ITH_TRY(ith_cuda_tensor_map(ctx, &t.b_map, g->b));
-    if (g->kind != ITH_GROUPED_WEIGHT)
-        ITH_TRY(ith_cuda_tensor_map(ctx, &t.c_map, g->out));
+    ITH_TRY(ith_cuda_tensor_map(ctx, &t.c_map, g->out));
     if (g->kind == ITH_GROUPED_FORWARD)
         return even_j ? launch_wgmma<true, true, false, SHARE_A>(ctx, g, t)
                       : launch_wgmma<true, true, false, SHARE_NOTHING>(ctx, g, t);

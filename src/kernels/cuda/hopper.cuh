@@ -120,15 +120,24 @@ __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from,
                  : "memory");
 }
 
+/* The same, f32 added to what lies there. */
+__device__ __forceinline__ void add_box(const CUtensorMap *map, uint32_t from, int x, int y, int z)
+{
+    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group"
+                 " [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+                 "r"(from), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
 __device__ __forceinline__ void stores_end()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Until the shared memory of all of this thread's stores was read. */
-__device__ __forceinline__ void stores_wait_read()
+/* Until the shared memory of this thread's stores was read, but for the LEFT last groups. */
+template <int LEFT> __device__ __forceinline__ void stores_wait_read()
 {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
 }
 
 __device__ __forceinline__ void stores_wait()
