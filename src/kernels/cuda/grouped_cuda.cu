@@ -175,6 +175,14 @@ __device__ __forceinline__ void fetch_piece(uint32_t to, const CUtensorMap *map,
     copy_box(to, map, bar, K_MAJOR ? k : outer, K_MAJOR ? outer : k, group, blocks);
 }
 
+/* What a tile will be added to comes into L2 while it is made, a piece a step. */
+__device__ __forceinline__ void prefetch_results(const tiled_product &t, const unit &u, int step)
+{
+    constexpr int ACROSS = TILE_J / 32;
+    if (step < ACROSS * TILE_I / PIECE)
+        prefetch_box(&t.c_map, u.j0 + step % ACROSS * 32, u.i0 + step / ACROSS * PIECE, u.group);
+}
+
 template <bool A_K, bool B_K, bool ROWS_INNER, sharing SHARE>
 __device__ void fetch_tiles(const tiled_product &t, const ring &r, int64_t first, int64_t step,
                             int rank)
@@ -185,6 +193,8 @@ __device__ void fetch_tiles(const tiled_product &t, const ring &r, int64_t first
         for (int k = u.k0; k < u.k_end; k += PIECE, turn++) {
             uint32_t stage = turn % STAGES, full = r.full + stage * 8;
             uint32_t to = r.stages + stage * STAGE_BYTES;
+            if (ROWS_INNER && t.p.accumulate)
+                prefetch_results(t, u, (k - u.k0) / PIECE);
             barrier_wait(r.empty + stage * 8, turn / STAGES % 2 ^ 1);
             barrier_expect(full, STAGE_BYTES);
 #pragma unroll

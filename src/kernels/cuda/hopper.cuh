@@ -110,6 +110,14 @@ __device__ __forceinline__ void store_bytes(void *to, uint32_t from, uint32_t by
                  : "memory");
 }
 
+/* The box of `map` at (x, y, z) will be wanted in the L2 cache. */
+__device__ __forceinline__ void prefetch_box(const CUtensorMap *map, int x, int y, int z)
+{
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map),
+                 "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
 /* The box of shared memory at `from` to (x, y, z) of `map`, as far as it lies inside. */
 __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
                                           int z)
