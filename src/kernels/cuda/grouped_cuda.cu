@@ -251,7 +251,7 @@ __device__ __forceinline__ void send_bf16(const tiled_product &t, const results 
     int me = (int)threadIdx.x % WARPGROUP, lane = me % 32, bar = (int)threadIdx.x / WARPGROUP + 1;
     int row = me / 32 * 16 + lane % 16, right = lane / 16; /* whose address this lane gives */
     if (me == 0)
-        stores_wait_read<0>();
+        stores_wait_read();
     join_threads<WARPGROUP>(bar); /* the pieces are free again */
 #pragma unroll
     for (int j = 0; j < TILE_J / 8; j += 2) {

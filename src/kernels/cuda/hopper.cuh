@@ -143,7 +143,7 @@ __device__ __forceinline__ void stores_end()
 }
 
 /* Until the shared memory of this thread's stores was read, but for the LEFT last groups. */
-template <int LEFT> __device__ __forceinline__ void stores_wait_read()
+template <int LEFT = 0> __device__ __forceinline__ void stores_wait_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
 }
