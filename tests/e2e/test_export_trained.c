@@ -375,7 +375,7 @@ static void test_nonfinite_policies(void **state)
     assert_ok(small_train(&c, seen, &result, &err), err);
     assert_int_equal(result.skipped, 3);
     assert_non_null(strstr(seen->news.data, "3 skipped so far"));
-    assert_non_null(strstr(seen->news.data, "verify: gradient of "));
+    assert_non_null(strstr(seen->news.data, "verify: backward: gradient of "));
     ith_config_deinit(&c);
     assert_refused("poisoned", "data.jsonl", "stop", "max_steps: 3\nnonfinite: stop\n", ITH_ERR_RUN,
                    "step 1: gradients are not finite");
