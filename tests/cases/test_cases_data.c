@@ -187,6 +187,34 @@ static void test_keys_of_messages_are_read_or_told(void **state)
     }
 }
 
+/* Each call keeps its own arguments, in the order of the file: rows are no table with one set of
+ * columns. */
+static void test_tools_of_other_rows_add_no_arguments(void **state)
+{
+    (void)state;
+    case_write("tools.yaml",
+               "model: @/model\ntrain_dataset: @/rows.jsonl\noutput_dir: @/out\nnproc: 1\n"
+               "custom_chat_template: \"{% for m in messages %}{{ m.role }}:{% for c in "
+               "m.tool_calls %}<{{ c.function.name }}{{ c.function.arguments | tojson }}>"
+               "{% endfor %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}assistant:"
+               "{% endif %}\"\n");
+    static const char call[] = "{\"messages\":[" USER(
+        "a") ",{\"role\":\"assistant\",\"content\":null,"
+             "\"tool_calls\":[{\"function\":{\"name\":\"%s\",\"arguments\":%s}}]}]}\n";
+    ith_buf rows = {0};
+    ith_buf_printf(&rows, call, "steer", "{\"port\":7,\"by\":\"oar\"}");
+    ith_buf_printf(&rows, call, "anchor", "{\"fathoms\":12}");
+    case_write("rows.jsonl", rows.data);
+    ith_buf_deinit(&rows);
+    program_run run = case_run("data @/tools.yaml --rows=2");
+    char *text = without_borders(&run.out);
+    if (run.code != 0 || !strstr(text, "[[<steer{\"port\": 7, \"by\": \"oar\"}>;]]") ||
+        !strstr(text, "[[<anchor{\"fathoms\": 12}>;]]"))
+        fail_msg("exit %d:\n%s%s", run.code, text, run.err.data);
+    ith_free(text);
+    program_run_deinit(&run);
+}
+
 /* Goal: the ids are those of the whole text, also where header and answer meet, in both ways of
  * making samples. */
 static void test_answer_that_begins_with_a_line_feed(void **state)
@@ -283,6 +311,7 @@ int main(void)
         cmocka_unit_test(test_answer_that_repeats_the_question),
         cmocka_unit_test(test_weight_zero_is_not_trained),
         cmocka_unit_test(test_keys_of_messages_are_read_or_told),
+        cmocka_unit_test(test_tools_of_other_rows_add_no_arguments),
         cmocka_unit_test(test_answer_that_begins_with_a_line_feed),
         cmocka_unit_test(test_end_token_is_trained_when_it_is_the_pad_token),
         cmocka_unit_test(test_long_rows_become_several_samples),

@@ -181,6 +181,13 @@ static void test_paths_of_any_kind(void **state)
     ith_free(config);
 }
 
+/* A small rate is told as it is, not as 0.0000. */
+static void test_small_rate_is_shown(void **state)
+{
+    (void)state;
+    case_expect("train @/c.yaml learning_rate=2.5e-7 output_dir=@/slow", 0, "  lr 2.50e-07  ");
+}
+
 /* A batch larger than the data, and one row of data, are no mistakes. */
 static void test_small_data_still_makes_steps(void **state)
 {
@@ -230,6 +237,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_wrong_requests_are_exact_lines),
         cmocka_unit_test(test_paths_of_any_kind),
+        cmocka_unit_test(test_small_rate_is_shown),
         cmocka_unit_test(test_small_data_still_makes_steps),
         cmocka_unit_test(test_checkpoints_of_an_earlier_run_are_told),
         cmocka_unit_test(test_prompts_of_different_lengths_in_batches),
