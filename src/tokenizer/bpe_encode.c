@@ -5,10 +5,10 @@
  *
  * Invariants: 1. an encoding thread owns one ith_bpe_state for the length of a call, so the
  * tokenizer itself stays read-only. 2. The word cache stores whole keys: a hit is exact. 3. Work is
- * O(n log n) in the length of a word: words of more than SHORT_BYTES bytes merge through a heap. */
+ * O(n log n) in the length of a word: words of more than SHORT_IDS pieces merge through a heap. */
 #include "tokenizer/tokenizer_internal.h"
 
-#define SHORT_BYTES 48
+#define SHORT_IDS 48
 #define CACHE_KEY_BYTES 31
 #define CACHE_IDS 7
 #define CACHE_SET_BITS 14
@@ -116,22 +116,11 @@ void ith_bpe_states_deinit(ith_bpe_states *states)
 
 /* --- merging --------------------------------------------------------------------------------- */
 
-static ith_status no_byte(ith_error *err, unsigned char byte)
+/* Merges n <= SHORT_IDS ids; returns how many are left. */
+static int64_t merge_short(const ith_vocab *v, int32_t *ids, int64_t n)
 {
-    return ith_fail(err, ITH_ERR_FORMAT, "byte 0x%02x of the text has no token in the vocabulary",
-                    byte);
-}
-
-/* Merges n <= SHORT_BYTES bytes into ids; returns their number, -1 when a byte has no token. */
-static int64_t merge_short(const ith_vocab *v, const char *text, int64_t n, int32_t *ids)
-{
-    uint32_t rank[SHORT_BYTES]; /* of the pair (i, i + 1) */
-    int32_t joined[SHORT_BYTES];
-    for (int64_t i = 0; i < n; i++) {
-        ids[i] = v->byte_id[(unsigned char)text[i]];
-        if (ids[i] < 0)
-            return -1;
-    }
+    uint32_t rank[SHORT_IDS]; /* of the pair (i, i + 1) */
+    int32_t joined[SHORT_IDS];
     for (int64_t i = 0; i + 1 < n; i++) {
         const ith_merge *m = ith_vocab_merge(v, ids[i], ids[i + 1]);
         rank[i] = m ? m->rank : ITH_NO_RANK;
@@ -188,19 +177,15 @@ static const ith_merge *pair_at(const ith_vocab *v, const merge_node *nodes, int
                : ith_vocab_merge(v, nodes[i].id, nodes[nodes[i].next].id);
 }
 
-static ith_status load_nodes(const ith_vocab *v, ith_bpe_state *s, const char *text, int64_t n,
+static ith_status load_nodes(const ith_vocab *v, ith_bpe_state *s, const int32_t *ids, int64_t n,
                              ith_error *err)
 {
     ITH_TRY(ith_grow((void **)&s->nodes, &s->cap_nodes, n, (int64_t)sizeof *s->nodes, "a long word",
                      err));
     /* A merge takes one entry out and puts at most two in; n - 1 merges, n - 1 first entries. */
     ITH_TRY(ith_grow((void **)&s->heap, &s->cap_heap, 2 * n, 8, "a long word", err));
-    for (int64_t i = 0; i < n; i++) {
-        int32_t id = v->byte_id[(unsigned char)text[i]];
-        if (id < 0)
-            return no_byte(err, (unsigned char)text[i]);
-        s->nodes[i] = (merge_node){id, (int32_t)i - 1, i + 1 < n ? (int32_t)i + 1 : -1};
-    }
+    for (int64_t i = 0; i < n; i++)
+        s->nodes[i] = (merge_node){ids[i], (int32_t)i - 1, i + 1 < n ? (int32_t)i + 1 : -1};
     s->heap_count = 0;
     for (int64_t i = 0; i < n; i++) {
         const ith_merge *m = pair_at(v, s->nodes, i);
@@ -212,14 +197,14 @@ static ith_status load_nodes(const ith_vocab *v, ith_bpe_state *s, const char *t
     return ITH_OK;
 }
 
-/* Merges a word of any length and appends its ids (room for n is there). */
-static ith_status merge_long(const ith_vocab *v, ith_bpe_state *s, const char *text, int64_t n,
-                             ith_ids *out, ith_error *err)
+/* Merges n ids, any number, in place. */
+static ith_status merge_long(const ith_vocab *v, ith_bpe_state *s, int32_t *ids, int64_t n,
+                             int64_t *left, ith_error *err)
 {
     if (n > INT32_MAX)
-        return ith_fail(err, ITH_ERR_UNSUPPORTED, "a word of %lld bytes; at most %d", (long long)n,
+        return ith_fail(err, ITH_ERR_UNSUPPORTED, "a word of %lld pieces; at most %d", (long long)n,
                         INT32_MAX);
-    ITH_TRY(load_nodes(v, s, text, n, err));
+    ITH_TRY(load_nodes(v, s, ids, n, err));
     merge_node *nodes = s->nodes;
     while (s->heap_count > 0) {
         uint64_t top = s->heap[0];
@@ -241,8 +226,9 @@ static ith_status merge_long(const ith_vocab *v, ith_bpe_state *s, const char *t
         if (prev >= 0 && (m = pair_at(v, nodes, prev)))
             heap_push(s, (uint64_t)m->rank << 32 | (uint64_t)prev);
     }
+    *left = 0;
     for (int64_t i = 0; i >= 0; i = nodes[i].next)
-        out->ids[out->count++] = nodes[i].id;
+        ids[(*left)++] = nodes[i].id;
     return ITH_OK;
 }
 
@@ -297,14 +283,20 @@ static ith_status merge_word(const walk *w, const char *p, int64_t n)
             return ITH_OK;
         }
     }
-    if (n > SHORT_BYTES)
-        return merge_long(&w->t->vocab, w->s, p, n, out, w->err);
-    int64_t made = merge_short(&w->t->vocab, p, n, out->ids + out->count);
+    const ith_vocab *v = &w->t->vocab;
+    int32_t *ids = out->ids + out->count;
+    int64_t made = ith_vocab_start(v, p, n, ids);
     if (made < 0) {
-        while (w->t->vocab.byte_id[(unsigned char)*p] >= 0)
+        while (v->byte_id[(unsigned char)*p] >= 0)
             p++;
-        return no_byte(w->err, (unsigned char)*p);
+        return ith_fail(w->err, ITH_ERR_FORMAT,
+                        "byte 0x%02x of the text has no token in the vocabulary",
+                        (unsigned char)*p);
     }
+    if (made <= SHORT_IDS)
+        made = merge_short(v, ids, made);
+    else
+        ITH_TRY(merge_long(v, w->s, ids, made, &made, w->err));
     out->count += made;
     return ITH_OK;
 }

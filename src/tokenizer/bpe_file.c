@@ -713,6 +713,7 @@ static ith_status load_all(loader *l)
     }
     ITH_TRY(load_config(l, from_vocab));
     ith_vocab_finish(&l->t->vocab);
+    ITH_TRY(ith_vocab_find_chars(&l->t->vocab, l->err));
     ITH_TRY(finish_added(l));
     finish_hash(l);
     return ITH_OK;

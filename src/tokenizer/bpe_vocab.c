@@ -87,6 +87,7 @@ void ith_vocab_deinit(ith_vocab *v)
     ith_free(v->slots);
     ith_free(v->merges);
     ith_free(v->rows);
+    ith_free(v->char_id);
     ith_arena_deinit(&v->arena);
     memset(v, 0, sizeof *v);
 }

@@ -102,7 +102,9 @@ typedef struct {
     int64_t num_slots, num_used;
     ith_merge *merges; /* open addressing */
     int64_t num_merge_slots, num_merges;
-    int32_t byte_id[256]; /* -1: no token for this byte */
+    int32_t byte_id[256];     /* -1: no token for this byte */
+    int32_t *char_id;         /* [0x10000], -1: begin with bytes; NULL: always */
+    uint32_t crossed[256][8]; /* bit [a][b]: a merge crosses the border of two characters here */
 } ith_vocab;
 
 ith_status ith_vocab_init(ith_vocab *v, int64_t num_tokens, int64_t num_merges, ith_error *err);
@@ -115,6 +117,12 @@ ith_status ith_vocab_add_merge(ith_vocab *v, const char *left, int64_t left_len,
                                int64_t right_len, ith_error *err);
 /* Sets byte_id; called once after the last token. */
 void ith_vocab_finish(ith_vocab *v);
+/* Finds the characters that may be taken as tokens from the start (bpe_chars.c); after the last
+ * merge. */
+ith_status ith_vocab_find_chars(ith_vocab *v, ith_error *err);
+/* What merging a word of whole characters begins with: at most n ids; returns their number, -1 when
+ * a byte has no token. */
+int64_t ith_vocab_start(const ith_vocab *v, const char *text, int64_t n, int32_t *ids);
 /* Row for an id, grown as needed. */
 ith_status ith_vocab_row(ith_vocab *v, int64_t id, ith_token_row **out, ith_error *err);
 int32_t ith_vocab_find(const ith_vocab *v, const char *bytes, int64_t len);

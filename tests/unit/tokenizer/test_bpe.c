@@ -332,12 +332,28 @@ static int64_t merge_by_definition(const ith_vocab *v, const char *text, int64_t
     }
 }
 
-static ith_tokenizer *learn_letters(const char *name)
+/* Few letters in many orders: `wide` of two and three bytes, else of one. */
+static void put_letter(ith_buf *text, bool wide)
+{
+    /* the first six: e4 .. 80, so that the border 80|e4 is more frequent than any character */
+    static const char *const letters[] = {"\u4e00", "\u4e40", "\u4e80", "\u4ec0",
+                                          "\u4f00", "\u4f40", "\u03b1", "\u0439",
+                                          "a",      "\u9999", "\u3042", "\u5bb6"};
+    if (wide)
+        ith_buf_puts(text, letters[next_random(4) ? next_random(6) : next_random(12)]);
+    else
+        ith_buf_putc(text, (char)('a' + next_random(3) * next_random(2)));
+}
+
+static ith_tokenizer *learn_letters(const char *name, bool wide)
 {
     ith_error err = {0};
     ith_buf text = {0};
     for (int i = 0; i < 20000; i++)
-        ith_buf_putc(&text, next_random(9) ? (char)('a' + next_random(3) * next_random(2)) : ' ');
+        if (next_random(9))
+            put_letter(&text, wide);
+        else
+            ith_buf_putc(&text, ' ');
     const char *dir = temp_dir(name);
     assert_ok(ith_bpe_train(text.data, text.len, 600, NULL, 0, dir, &err), err);
     ith_tokenizer *t = NULL;
@@ -347,28 +363,54 @@ static ith_tokenizer *learn_letters(const char *name)
 }
 
 /* Short words (arrays), long words (heap), cached or not: all by the definition. */
-static void test_merging_equals_definition(void **state)
+static void check_merging(const ith_tokenizer *t, bool wide)
 {
-    (void)state;
     ith_error err = {0};
-    ith_tokenizer *t = learn_letters("letters");
-    int32_t want[400];
-    char word[400];
+    int32_t want[1200];
+    ith_buf word = {0};
     ith_ids got = {0};
     for (int round = 0; round < 6000; round++) {
         int64_t n = 1 + (int64_t)next_random(round % 3 == 0 ? 390 : round % 3 == 1 ? 60 : 8);
+        ith_buf_clear(&word);
         for (int64_t i = 0; i < n; i++)
-            word[i] = (char)('a' + next_random(3) * next_random(2));
-        int64_t num_want = merge_by_definition(&t->vocab, word, n, want);
+            put_letter(&word, wide);
+        int64_t num_want = merge_by_definition(&t->vocab, word.data, word.len, want);
         for (int pass = 0; pass < 2; pass++) {
             got.count = 0;
-            assert_ok(ith_tokenizer_encode(t, word, n, &got, &err), err);
+            assert_ok(ith_tokenizer_encode(t, word.data, word.len, &got, &err), err);
             if (got.count != num_want || memcmp(got.ids, want, (size_t)num_want * 4) != 0)
-                fail_msg("word of %ld bytes '%.*s', pass %d: %ld ids, expected %ld", (long)n,
-                         (int)n, word, pass, (long)got.count, (long)num_want);
+                fail_msg("word '%s', pass %d: %ld ids, expected %ld", word.data, pass,
+                         (long)got.count, (long)num_want);
         }
     }
     ith_ids_free(&got);
+    ith_buf_deinit(&word);
+}
+
+static void test_merging_equals_definition(void **state)
+{
+    (void)state;
+    ith_tokenizer *t = learn_letters("letters", false);
+    check_merging(t, false);
+    ith_tokenizer_close(t);
+}
+
+/* Characters that are taken as a token from the start, and pairs of them at which some merge
+ * crosses the border, so that they are not. */
+static void test_merging_of_wide_characters_equals_definition(void **state)
+{
+    (void)state;
+    ith_tokenizer *t = learn_letters("wide", true);
+    int chars = 0, crossed = 0;
+    assert_non_null(t->vocab.char_id);
+    for (int c = 0; c < 0x10000; c++)
+        chars += t->vocab.char_id[c] >= 0;
+    for (int i = 0; i < 256 * 8; i++)
+        crossed += t->vocab.crossed[i / 8][i % 8] != 0;
+    if (chars < 4 || crossed == 0)
+        fail_msg("%d characters are tokens, %d borders are crossed: nothing to see", chars,
+                 crossed);
+    check_merging(t, true);
     ith_tokenizer_close(t);
 }
 
@@ -472,6 +514,7 @@ int main(void)
         cmocka_unit_test(test_nfc_long_run_of_marks),
         cmocka_unit_test(test_invalid_utf8_is_found),
         cmocka_unit_test(test_merging_equals_definition),
+        cmocka_unit_test(test_merging_of_wide_characters_equals_definition),
         cmocka_unit_test(test_merging_long_word_is_fast),
         cmocka_unit_test(test_alphabet_is_a_bijection),
         cmocka_unit_test(test_classes_of_known_characters),
