@@ -34,6 +34,10 @@ const ith_env_row ith_env_table[ITH_ENV_COUNT] = {
                        "how GPUs exchange: peer (copies between GPUs of one machine) or nccl"},
     [ITH_ENV_MEETING_TIMEOUT] = {"ITH_MEETING_TIMEOUT", "300",
                                  "seconds that ranks over TCP wait for each other at the start"},
+    [ITH_ENV_SHARE_GPU] =
+        {"ITH_SHARE_GPU", "0",
+         "for tests: ranks beyond the number of GPUs share them, and each plans with its part of "
+         "the memory that is free"},
 };
 
 const char *ith_env(ith_env_id id)

@@ -16,6 +16,7 @@ typedef enum {
     ITH_ENV_MPI_PLUGIN,
     ITH_ENV_LINKS,
     ITH_ENV_MEETING_TIMEOUT,
+    ITH_ENV_SHARE_GPU,
     ITH_ENV_COUNT
 } ith_env_id;
 

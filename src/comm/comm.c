@@ -37,6 +37,7 @@ ith_status ith_comm_wrap(ith_comm **out, const ith_comm_driver *driver, void *st
     comm->size = comm->local_size = size;
     comm->local_rank = rank;
     comm->timeout_s = timeout_s;
+    comm->sharers = 1;
     *out = comm;
     return ITH_OK;
 out:

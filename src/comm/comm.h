@@ -59,6 +59,8 @@ struct ith_comm {
     int64_t scratch_bytes;
     int64_t *lists;  /* [5 * size + 1] */
     bool takes_rows; /* exchange_rows works */
+    int64_t
+        sharers; /* ranks of the group with this rank's device, itself included: 1, in tests more */
 };
 
 /* All ranks of the job: over MPI when its launcher (mpirun, srun) started several; over sockets

@@ -70,22 +70,29 @@ static void lost(void *arg, const char *why)
     (void)kill(getpid(), SIGKILL);
 }
 
-/* Two ranks on one device. It may have several numbers, so it is told by its uuid. */
-static ith_status refuse_shared(ith_comm *host, const ith_device *device, const unsigned char *all,
-                                ith_error *err)
+/* Ranks with this rank's device, of which there may be one. A device may have several numbers, so
+ * it is told by its uuid. */
+static ith_status count_sharers(const ith_comm *host, const ith_device *device,
+                                const unsigned char *all, int64_t *sharers, ith_error *err)
 {
     enum { N = ITH_DEVICE_UUID_BYTES };
     const unsigned char *own = all + host->rank * N;
-    for (int64_t r = 0; r < host->rank; r++)
-        if (memcmp(all + r * N, own, N) == 0)
+    *sharers = 0;
+    for (int64_t r = 0; r < host->size; r++) {
+        if (memcmp(all + r * N, own, N) != 0)
+            continue;
+        if (r < host->rank && !ith_env_truthy(ITH_ENV_SHARE_GPU))
             return ith_fail(err, ITH_ERR_USAGE,
                             "ranks %lld and %lld have the same GPU, %s (use at most as many ranks "
                             "as a machine has)",
                             (long long)r, (long long)host->rank, device->name);
+        ++*sharers;
+    }
     return ITH_OK;
 }
 
-static ith_status check_devices(ith_comm *host, ith_device *device, ith_error *err)
+static ith_status check_devices(ith_comm *host, ith_device *device, int64_t *sharers,
+                                ith_error *err)
 {
     unsigned char own[ITH_DEVICE_UUID_BYTES] = {0}, *all = host->scratch;
     ith_status status = ITH_OK;
@@ -96,7 +103,7 @@ static ith_status check_devices(ith_comm *host, ith_device *device, ith_error *e
         status = ith_fail(err, ITH_ERR_UNSUPPORTED, "%s works alone (use 1 rank)", device->name);
     ITH_TRY(ith_comm_agree(host, status, err));
     ITH_TRY(ith_comm_all_gather(host, all, own, sizeof own, err));
-    return ith_comm_agree(host, refuse_shared(host, device, all, err), err);
+    return ith_comm_agree(host, count_sharers(host, device, all, sharers, err), err);
 }
 
 static const ith_comm_driver driver = {
@@ -150,14 +157,16 @@ ith_status ith_comm_open_device(ith_comm **out, ith_comm *host, ith_device *devi
 {
     device_state *s = NULL;
     ith_status status = ITH_OK;
-    ITH_ASSERT(host->size > 1);
-    ITH_TRY(check_devices(host, device, err));
+    int64_t sharers = 1;
+    if (host->size > 1)
+        ITH_TRY(check_devices(host, device, &sharers, err));
     ITH_TRY(ith_alloc_zero((void **)&s, 1, sizeof *s, "device group", err));
     s->device = device;
     s->host = host;
     ITH_TRY_OUT(open_first(s, beside, err));
     ITH_TRY_OUT(ith_comm_wrap(out, &driver, s, host->rank, host->size, host->timeout_s, err));
     (*out)->takes_rows = s->way->exchange_rows != NULL;
+    (*out)->sharers = sharers;
     return ITH_OK;
 out:
     if (s->group)

@@ -53,6 +53,7 @@ struct ith_backend {
     ITH_OP(swiglu_backward, ith_t_ dgate_up, ith_t_ h, ith_t_ dh, ith_t_ gate_up);
     ITH_OP(gather_rows, ith_t_ y, ith_t_ x, ith_t_ idx);
     ITH_OP(scatter_rows, ith_t_ y, ith_t_ x, ith_t_ idx);
+    ITH_OP(list_ranges, ith_t_ index, ith_t_ first, ith_t_ offsets);
     ITH_OP(add, ith_t_ y, ith_t_ a, ith_t_ b);
     ITH_OP(cast, ith_t_ y, ith_t_ x);
     ITH_OP(zero, ith_t_ y);

@@ -304,6 +304,14 @@ ith_status ith_scatter_rows(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor
     RUN(scatter_rows, y, x, idx);
 }
 
+ith_status ith_list_ranges(ith_ctx *ctx, ith_tensor index, ith_tensor first, ith_tensor offsets)
+{
+    ITH_ASSERT(index.dtype == ITH_I32 && index.ndim == 1 && first.dtype == ITH_I32 &&
+               first.ndim == 1);
+    ITH_ASSERT(offsets.dtype == ITH_I32 && is(offsets, 1, first.shape[0] + 1, 0, 0));
+    RUN(list_ranges, index, first, offsets);
+}
+
 static bool same_shape(ith_tensor a, ith_tensor b)
 {
     return a.ndim == b.ndim && memcmp(a.shape, b.shape, sizeof a.shape) == 0;

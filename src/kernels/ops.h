@@ -130,6 +130,9 @@ ith_status ith_swiglu_backward(ith_ctx *ctx, ith_tensor dgate_up, ith_tensor h, 
 ith_status ith_gather_rows(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor idx);
 /* y[idx[i],:] = x[i,:]    idx has no repeats; other rows of y stay */
 ith_status ith_scatter_rows(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor idx);
+/* index[offsets[g] + i] = first[g] + i: the rows of G ranges, one range after the other.
+ * index: [N]   first: [G]   offsets: [G+1], rising from 0 to N; all I32 */
+ith_status ith_list_ranges(ith_ctx *ctx, ith_tensor index, ith_tensor first, ith_tensor offsets);
 /* y = a + b, rounded once; y may alias either */
 ith_status ith_add(ith_ctx *ctx, ith_tensor y, ith_tensor a, ith_tensor b);
 /* y = x with conversion between F32, BF16 (F64 in the reference) */

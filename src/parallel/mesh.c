@@ -21,8 +21,7 @@ ith_status ith_mesh_open(ith_mesh *mesh, ith_comm *world, int64_t cp_size, ith_e
                                sizeof *mesh->pieces, "mesh", err));
     ITH_TRY_OUT(ith_comm_split(world, mesh->dp_rank, &mesh->cp, err));
     ITH_TRY_OUT(ith_comm_split(world, mesh->cp_rank, &mesh->dp, err));
-    mesh->device_world = mesh->beside = world;
-    mesh->device_cp = mesh->cp;
+    ith_mesh_close_device(mesh); /* the host's groups serve, until there are others */
     ITH_ASSERT(mesh->cp->rank == mesh->cp_rank && mesh->cp->size == mesh->cp_size);
     ITH_ASSERT(mesh->dp->rank == mesh->dp_rank && mesh->dp->size == mesh->dp_size);
     return ITH_OK;
@@ -31,24 +30,55 @@ out:
     return status;
 }
 
+/* A group of the device for each of the host's: on the main queue and, beside, on the other one.
+ * NULL: there is no such group. */
+static ith_status open_groups(ith_comm *host, ith_device *device, bool beside, ith_comm *out[2],
+                              ith_error *err)
+{
+    ith_comm *own = NULL;
+    if (!host)
+        return ITH_OK;
+    for (int q = 0; q < (beside ? 2 : 1); q++) {
+        ITH_TRY(ith_comm_open_device(&own, host, device, q == 1, err));
+        out[q] = own;
+    }
+    if (!beside)
+        out[1] = own;
+    return ITH_OK;
+}
+
+static void close_group(ith_comm *host, ith_comm **out)
+{
+    if (*out != host)
+        ith_comm_close(*out);
+    *out = host;
+}
+
+static void close_groups(ith_comm *host, ith_comm *out[2])
+{
+    if (out[1] == out[0])
+        out[1] = host;
+    close_group(host, &out[1]);
+    close_group(host, &out[0]);
+}
+
 /* A group costs memory of the device: cp has one only where it is not the world. */
 ith_status ith_mesh_open_device(ith_mesh *mesh, ith_device *device, bool beside, ith_error *err)
 {
     ith_status status = ITH_OK;
-    ith_comm *own = NULL;
-    ITH_ASSERT(mesh->device_world == mesh->world);
-    ITH_TRY(ith_comm_open_device(&own, mesh->world, device, false, err));
-    mesh->device_world = mesh->beside = own;
-    if (mesh->cp_size == mesh->world_size) {
-        mesh->device_cp = own;
-    } else if (mesh->cp_size > 1) {
-        ITH_TRY_OUT(ith_comm_open_device(&own, mesh->cp, device, false, err));
-        mesh->device_cp = own;
-    }
-    if (beside) {
-        ITH_TRY_OUT(ith_comm_open_device(&own, mesh->world, device, true, err));
-        mesh->beside = own;
-    }
+    ITH_ASSERT(mesh->device_world[0] == mesh->world);
+    ITH_TRY_OUT(open_groups(mesh->world, device, beside, mesh->device_world, err));
+    if (mesh->cp_size == mesh->world_size)
+        mesh->device_cp = mesh->device_world[0];
+    else if (mesh->cp_size > 1)
+        ITH_TRY_OUT(ith_comm_open_device(&mesh->device_cp, mesh->cp, device, false, err));
+    if (mesh->ep)
+        ITH_TRY_OUT(ith_comm_open_device(&mesh->device_ep, mesh->ep, device, false, err));
+    ITH_TRY_OUT(open_groups(mesh->edp, device, beside, mesh->device_edp, err));
+    ITH_TRY_OUT(open_groups(mesh->shard, device, beside, mesh->device_shard, err));
+    if (mesh->replicas)
+        ITH_TRY_OUT(
+            ith_comm_open_device(&mesh->device_replicas, mesh->replicas, device, false, err));
     return ITH_OK;
 out:
     ith_mesh_close_device(mesh);
@@ -57,34 +87,33 @@ out:
 
 void ith_mesh_close_device(ith_mesh *mesh)
 {
-    if (mesh->beside != mesh->device_world)
-        ith_comm_close(mesh->beside);
-    if (mesh->device_cp != mesh->cp && mesh->device_cp != mesh->device_world)
-        ith_comm_close(mesh->device_cp);
-    if (mesh->device_world != mesh->world)
-        ith_comm_close(mesh->device_world);
-    mesh->device_world = mesh->beside = mesh->world;
-    mesh->device_cp = mesh->cp;
+    if (mesh->device_cp == mesh->device_world[0])
+        mesh->device_cp = mesh->cp;
+    close_group(mesh->cp, &mesh->device_cp);
+    close_group(mesh->ep, &mesh->device_ep);
+    close_group(mesh->replicas, &mesh->device_replicas);
+    close_groups(mesh->shard, mesh->device_shard);
+    close_groups(mesh->edp, mesh->device_edp);
+    close_groups(mesh->world, mesh->device_world);
 }
 
-static ith_status push_scratch(ith_comm *comm, ith_ctx *ctx)
-{
-    void *memory = NULL;
-    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_COMM, "parts of reductions", DEVICE_SCRATCH_BYTES,
-                          &memory, ctx->err));
-    if (!ith_ctx_counting(ctx))
-        ith_comm_set_scratch(comm, memory, DEVICE_SCRATCH_BYTES);
-    return ITH_OK;
-}
-
+/* Groups of one queue share the memory: its exchanges and sums follow each other. */
 ith_status ith_mesh_place(const ith_mesh *mesh, ith_ctx *ctx, bool beside)
 {
+    void *memory = NULL;
     if (ith_world_size(mesh) == 1 || ctx->device == ith_device_cpu())
         return ITH_OK;
-    ITH_TRY(push_scratch(mesh->device_world, ctx));
-    if (mesh->cp_size > 1 && mesh->cp_size < mesh->world_size)
-        ITH_TRY(push_scratch(mesh->device_cp, ctx));
-    return beside ? push_scratch(mesh->beside, ctx) : ITH_OK;
+    for (int q = 0; q < (beside ? 2 : 1); q++) {
+        ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_COMM, "parts of reductions", DEVICE_SCRATCH_BYTES,
+                              &memory, ctx->err));
+        ith_comm *groups[] = {mesh->device_world[q], q == 0 ? mesh->device_cp : NULL,
+                              mesh->device_edp[q], mesh->device_shard[q],
+                              q == 0 ? mesh->device_replicas : NULL};
+        for (size_t i = 0; i < sizeof groups / sizeof *groups && !ith_ctx_counting(ctx); i++)
+            if (groups[i] && groups[i]->driver->add_parts)
+                ith_comm_set_scratch(groups[i], memory, DEVICE_SCRATCH_BYTES);
+    }
+    return ITH_OK;
 }
 
 bool ith_mesh_takes_rows(const ith_mesh *mesh, const ith_ctx *ctx)
@@ -96,8 +125,9 @@ bool ith_mesh_takes_rows(const ith_mesh *mesh, const ith_ctx *ctx)
 /* The device's links when it has two queues that run. */
 static const ith_device_links *queues(const ith_mesh *mesh, const ith_ctx *ctx)
 {
-    return mesh && mesh->beside != mesh->device_world && !ith_ctx_counting(ctx) ? ctx->device->links
-                                                                                : NULL;
+    return mesh && mesh->device_world[1] != mesh->device_world[0] && !ith_ctx_counting(ctx)
+               ? ctx->device->links
+               : NULL;
 }
 
 ith_status ith_mesh_fork(const ith_mesh *mesh, ith_ctx *ctx)
@@ -137,7 +167,10 @@ ith_status ith_mesh_set_experts(ith_mesh *mesh, int64_t ep_size, ith_error *err)
     ITH_TRY(
         ith_alloc_zero((void **)&mesh->ep_lists, 4 * ep_size, sizeof *mesh->ep_lists, "mesh", err));
     ITH_TRY(ith_comm_split(mesh->world, mesh->world->rank / ep_size, &mesh->ep, err));
-    return ith_comm_split(mesh->world, mesh->world->rank % ep_size, &mesh->edp, err);
+    mesh->device_ep = mesh->ep;
+    ITH_TRY(ith_comm_split(mesh->world, mesh->world->rank % ep_size, &mesh->edp, err));
+    mesh->device_edp[0] = mesh->device_edp[1] = mesh->edp;
+    return ITH_OK;
 }
 
 ith_status ith_mesh_set_shard(ith_mesh *mesh, int64_t shard_size, ith_error *err)
@@ -147,7 +180,10 @@ ith_status ith_mesh_set_shard(ith_mesh *mesh, int64_t shard_size, ith_error *err
     if (!mesh->world || shard_size == mesh->world_size)
         return ITH_OK;
     ITH_TRY(ith_comm_split(mesh->world, mesh->world->rank / shard_size, &mesh->shard, err));
-    return ith_comm_split(mesh->world, mesh->world->rank % shard_size, &mesh->replicas, err);
+    mesh->device_shard[0] = mesh->device_shard[1] = mesh->shard;
+    ITH_TRY(ith_comm_split(mesh->world, mesh->world->rank % shard_size, &mesh->replicas, err));
+    mesh->device_replicas = mesh->replicas;
+    return ITH_OK;
 }
 
 void ith_mesh_set_ulysses(ith_mesh *mesh, int64_t ulysses_size, bool in_order)
@@ -241,5 +277,5 @@ ith_status ith_mesh_sum_cp(const ith_mesh *mesh, ith_ctx *ctx, ith_tensor t)
 
 ith_status ith_mesh_sum_world(const ith_mesh *mesh, ith_ctx *ctx, ith_tensor t)
 {
-    return mesh ? sum(mesh->device_world, ctx, t) : ITH_OK;
+    return mesh ? sum(mesh->device_world[0], ctx, t) : ITH_OK;
 }

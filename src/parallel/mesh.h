@@ -12,19 +12,21 @@
 
 typedef struct {
     ith_comm *world, *dp, *cp; /* world is borrowed; all NULL in an imagined mesh */
-    /* The same ranks, for memory of the device: on the CPU, world and cp themselves. */
-    ith_comm *device_world, *device_cp;
-    ith_comm *beside; /* device_world again, on the device's other queue; the CPU has one only */
+    /* The same ranks, for memory of the device: [0] on its main queue, [1] on the other one, if
+     * there are two. On the CPU, world and cp themselves. */
+    ith_comm *device_world[2], *device_cp;
     int64_t world_size, dp_size, cp_size, dp_rank, cp_rank;
     /* Expert parallelism: groups of ep_size neighbours of the world share the experts of a layer;
      * edp are the ranks with the same experts. 1 and NULL: none. */
     int64_t ep_size;
     ith_comm *ep, *edp;
+    ith_comm *device_ep, *device_edp[2];
     int64_t *ep_lists; /* [4 * ep_size] of the exchanges of expert_exchange.c */
     /* What ZeRO cuts is cut among shard_size neighbours of the world, and copied to the others:
      * replicas are the ranks with the same slice. All of the world and NULL: no copies. */
     int64_t shard_size;
     ith_comm *shard, *replicas;
+    ith_comm *device_shard[2], *device_replicas;
     int64_t ulysses_size; /* neighbours of cp that exchange heads; cp_size over it is a ring */
     bool in_order;        /* slices are contiguous in a ring, too */
     int64_t *lists;       /* [4 * cp_size] of the exchanges of ulysses.c */
@@ -33,8 +35,9 @@ typedef struct {
 
 /* Collective over world. cp_size divides the number of ranks (checked with the config). */
 ith_status ith_mesh_open(ith_mesh *mesh, ith_comm *world, int64_t cp_size, ith_error *err);
-/* Collective, before the first verb: the ranks work on this device, not on the CPU. beside: layers
- * will be exchanged while others compute. The device must outlive what was opened. */
+/* Collective, after the sizes are set and before the first verb: the ranks work on this device, not
+ * on the CPU. beside: layers will be exchanged while others compute. The device must outlive what
+ * was opened. */
 ith_status ith_mesh_open_device(ith_mesh *mesh, ith_device *device, bool beside, ith_error *err);
 void ith_mesh_close_device(ith_mesh *mesh); /* ith_mesh_close does it too */
 /* Pushes what exchanges of the device need for reductions; nothing on the CPU. beside: as opened.

@@ -34,7 +34,8 @@ typedef struct {
     ith_qkv x;
     ith_seqs seqs;
     float scale;
-    bool causal, windows; /* windows: the mask is more than causal */
+    bool causal, windows; /* windows: the mask is more than causal, or devices have no borders of
+                             stretches */
     T cu;                 /* borders of the documents of a stretch */
     int32_t *host_cu;     /* the same on the host */
 } ring;
@@ -46,8 +47,7 @@ static ith_status open_ring(ring *r, const ith_mesh *mesh, ith_ctx *ctx, int64_t
     *r = (ring){.mesh = mesh, .ctx = ctx, .n = n, .x = x, .seqs = seqs, .scale = scale};
     r->rows = x.q.shape[0];
     r->causal = causal;
-    r->windows = !causal || ith_seqs_have_blocks(seqs);
-    ITH_ASSERT(ctx->device == ith_device_cpu());
+    r->windows = !causal || ith_seqs_have_blocks(seqs) || ctx->device != ith_device_cpu();
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "documents of a stretch", ITH_I32, 1,
                          seqs.num_docs + 2, 1, 1, 1, &r->cu));
     ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "documents of a stretch",

@@ -131,20 +131,20 @@ static ith_comm *fill_cuts(ith_shard *s, int64_t block, bool beside, int64_t *me
     int64_t first, ranks, n = window(s, block, own_rank(s), &first, me, &ranks);
     for (int64_t r = 0; r <= ranks; r++)
         s->cuts[r] = cut(n, ranks, r);
-    return s->chunk[block]  ? s->mesh->edp
-           : s->mesh->shard ? s->mesh->shard
-           : beside         ? s->mesh->beside
-                            : s->mesh->device_world;
+    return s->chunk[block]  ? s->mesh->device_edp[beside]
+           : s->mesh->shard ? s->mesh->device_shard[beside]
+                            : s->mesh->device_world[beside];
 }
 
 ith_status ith_shard_reduce(ith_shard *s, ith_ctx *ctx, int64_t block, ith_tensor t,
                             ith_tensor into, bool beside)
 {
     int64_t me = 0;
-    ith_comm *comm = fill_cuts(s, block, beside, &me);
+    bool copies = !s->chunk[block] && s->mesh->replicas;
+    /* The addition behind the sum over copies is an operator: all of it on the main queue. */
+    ith_comm *comm = fill_cuts(s, block, beside && !copies, &me);
     ITH_ASSERT(t.ndim == 1 && t.dtype == ITH_F32 &&
                t.shape[0] == ith_shard_window_elements(s, block));
-    bool copies = !s->chunk[block] && s->mesh->replicas;
     ith_tensor own = ith_row_range(t, s->cuts[me], s->cuts[me + 1]);
     if (ith_ctx_counting(ctx))
         return ITH_OK;
@@ -152,8 +152,8 @@ ith_status ith_shard_reduce(ith_shard *s, ith_ctx *ctx, int64_t block, ith_tenso
                                       into.ndim && !copies ? into.data : NULL, ctx->err));
     if (!copies)
         return ITH_OK;
-    ITH_TRY(ith_comm_all_reduce(s->mesh->replicas, own.data, own.shape[0], ITH_F32, ITH_REDUCE_SUM,
-                                ctx->err));
+    ITH_TRY(ith_comm_all_reduce(s->mesh->device_replicas, own.data, own.shape[0], ITH_F32,
+                                ITH_REDUCE_SUM, ctx->err));
     return into.ndim && own.shape[0] > 0 ? ith_add(ctx, into, into, own) : ITH_OK;
 }
 

@@ -364,8 +364,9 @@ static ith_status limit_of(ith_step *s, int64_t *limit)
     ITH_TRY(ith_mesh_agree(mesh, s->ctx->device->memory(s->ctx->device, limit, &total, s->ctx->err),
                            s->ctx->err));
     *limit -= *limit / 100 * RESERVE_PERCENT;
-    if (mesh && mesh->world && s->ctx->device == ith_device_cpu()) /* the ranks share it */
-        *limit /= mesh->world->local_size;
+    if (mesh && mesh->world) /* ranks that share it */
+        *limit /= s->ctx->device == ith_device_cpu() ? mesh->world->local_size
+                                                     : mesh->device_world[0]->sharers;
     *limit = -*limit; /* the tightest decides for all */
     ITH_TRY(ith_mesh_max(mesh, limit, s->ctx->err));
     *limit = -*limit;

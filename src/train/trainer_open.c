@@ -509,27 +509,6 @@ static ith_status open_session(ith_trainer *t, bool plan_only, ith_error *err)
     return ith_session_open(&t->session, use[t->config->device], index, threads, plan_only, err);
 }
 
-/* What only CPUs do so far. */
-static ith_status check_gpu_mesh(const ith_trainer *t, ith_error *err)
-{
-    if (!t->mesh || !t->session.cuda)
-        return ITH_OK;
-    if (t->hf.family == ITH_FAMILY_LLADA2)
-        return ith_config_fail(t->config, "device", err,
-                               "LLaDA2 on several ranks works on CPUs only so far (use cpu)");
-    if (t->mesh->ep_size > 1)
-        return ith_config_fail(t->config, "device", err,
-                               "ep_size %lld: experts on other ranks work on CPUs only so far (use "
-                               "ep_size 1, or cpu)",
-                               (long long)t->mesh->ep_size);
-    if (t->mesh->shard_size < t->mesh->world_size)
-        return ith_config_fail(t->config, "device", err,
-                               "shards of %lld of %lld ranks work on CPUs only so far (use all "
-                               "ranks, or cpu)",
-                               (long long)t->mesh->shard_size, (long long)t->mesh->world_size);
-    return ITH_OK;
-}
-
 /* Ranks exchange between their GPUs, or between CPUs. */
 static ith_status open_links(ith_trainer *t, ith_error *err)
 {
@@ -575,10 +554,13 @@ static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
         "ranks: %lld = dp %lld x cp %lld%s over %s; attention: %s, %lld query and %lld "
         "key heads a rank; zero_stage %d over %lld; %lld samples a step, %lld micro-batches a rank",
         (long long)t->mesh->world_size, (long long)t->mesh->dp_size, (long long)t->mesh->cp_size,
-        experts, t->mesh->device_world ? ith_comm_way(t->mesh->device_world) : "-", scheme,
+        experts, t->mesh->device_world[0] ? ith_comm_way(t->mesh->device_world[0]) : "-", scheme,
         (long long)h.q_count, (long long)h.kv_count, ith_config_zero_stage(t->config),
         (long long)t->mesh->shard_size, (long long)t->layout.global_batch_size,
         (long long)t->layout.grad_accum);
+    if (t->mesh->device_world[0] && t->mesh->device_world[0]->sharers > 1)
+        ith_trainer_say(hooks, "ITH_SHARE_GPU: %lld ranks share %s, each plans with its part",
+                        (long long)t->mesh->device_world[0]->sharers, t->session.ctx.device->name);
 }
 
 static void say_whole(const ith_trainer *t, const ith_trainer_hooks *hooks)
@@ -647,8 +629,6 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
         status = check_mesh(t, err);
     if (status == ITH_OK)
         status = open_session(t, plan_only, err);
-    if (status == ITH_OK)
-        status = check_gpu_mesh(t, err);
     if (status == ITH_OK)
         status = choose_scheme(t, err);
     ITH_TRY_OUT(ith_trainer_agree(t, status, err));

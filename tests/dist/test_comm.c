@@ -254,7 +254,8 @@ static void test_device_group_has_the_bits_of_the_host(void **state)
     ith_comm_close(group);
 }
 
-/* Goal: two ranks on one device, and a device without links, are one agreed line. */
+/* Goal: two ranks on one device, unless tests ask for it, and a device without links, are one
+ * agreed line. */
 static void test_device_group_refuses_what_cannot_work(void **state)
 {
     (void)state;
@@ -268,6 +269,11 @@ static void test_device_group_refuses_what_cannot_work(void **state)
                  "rank 1: ranks 0 and 1 have the same GPU, cpu");
     assert_null(group);
     ith_error_clear(&err);
+    setenv("ITH_SHARE_GPU", "1", 1);
+    assert_ok(ith_comm_open_device(&group, world, &twin, false, &err), err);
+    unsetenv("ITH_SHARE_GPU");
+    assert_int_equal(group->sharers, world->size);
+    ith_comm_close(group);
 }
 
 int main(void)

@@ -3,7 +3,8 @@
  * dp x cp ranks at each ZeRO stage, attention by Ulysses, rings and both, linear layers by heads
  * and by states; borders of documents lie on and inside the slices, some ranks have no label,
  * images are in several documents. `test_families all` makes every layout instead of some, twice:
- * the second run has the same bits. */
+ * the second run has the same bits. `device=cuda` runs on GPUs, which ITH_SHARE_GPU lets ranks
+ * share. */
 #include "testing.h"
 
 #include <math.h>
@@ -16,6 +17,7 @@
 
 static ith_comm *world;
 static ith_error err;
+static ith_session session; /* of all runs */
 
 #define LINEAR_OF(q, kv)                                                                           \
     "\"hidden_size\": 24, \"num_hidden_layers\": 3, \"layer_types\": [\"linear_attention\","       \
@@ -287,13 +289,32 @@ typedef struct {
 
 typedef struct {
     ith_hf_config config;
-    ith_session session;
+    ith_ctx ctx; /* the session's, with a plan of its own */
     ith_model *model;
     ith_step *step;
     double loss, norm;
     int64_t n;
     float *grad, *w; /* [n] of the flat layout; w of f32 models */
 } run;
+
+/* Elements [first, first + n) of t, which is the device's. */
+static void write_to(ith_tensor t, int64_t first, const float *values, int64_t n)
+{
+    ith_device *d = session.ctx.device;
+    int64_t size = ith_dtype_bytes(t.dtype);
+    void *host = ith_malloc(n * size + 1);
+    ith_convert(host, t.dtype, values, ITH_F32, n);
+    assert_ok(d->upload(d, (char *)t.data + first * size, host, n * size, &err), err);
+    assert_ok(d->sync(d, &err), err);
+    ith_free(host);
+}
+
+static void read_back(float *to, ith_tensor from)
+{
+    ith_device *d = session.ctx.device;
+    assert_ok(d->download(d, to, from.data, ith_tensor_bytes(from), &err), err);
+    assert_ok(d->sync(d, &err), err);
+}
 
 /* Decay is slow: what happens in one slice is felt in all behind it. */
 static void fill_weights(run *r)
@@ -316,11 +337,10 @@ static void fill_weights(run *r)
         } else if (m->zero_stage >= 3) {
             n = ith_shard_overlap(m->shard, at, p->count, &from, &to);
         }
-        ith_convert((char *)w.data + to * ith_dtype_bytes(w.dtype), w.dtype, values + from, ITH_F32,
-                    n);
+        write_to(w, to, values + from, n);
         ith_free(values);
     }
-    assert_ok(ith_model_refresh_weights(m, &r->session.ctx), err);
+    assert_ok(ith_model_refresh_weights(m, &r->ctx), err);
 }
 
 /* A flat f32 buffer, whole on every rank. */
@@ -330,7 +350,7 @@ static float *whole(run *r, ith_tensor flat)
     ith_shard *s = m->shard;
     float *out = ith_calloc(m->num_elements, 4);
     if (!s) {
-        memcpy(out, flat.data, (size_t)ith_tensor_bytes(flat));
+        read_back(out, flat);
         return out;
     }
     for (int64_t b = 0; b < s->num_blocks; b++) {
@@ -343,7 +363,7 @@ static float *whole(run *r, ith_tensor flat)
             int64_t each[2] = {at, own.shape[0]};
             assert_ok(ith_comm_broadcast(world, each, sizeof each, from, &err), err);
             if (from == world->rank)
-                memcpy(out + first + at, own.data, (size_t)ith_tensor_bytes(own));
+                read_back(out + first + at, own);
             assert_ok(ith_comm_broadcast(world, out + first + each[0], each[1] * 4, from, &err),
                       err);
         }
@@ -357,8 +377,8 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, layou
     assert_ok(
         ith_hf_config_parse(&r->config, f->config, (int64_t)strlen(f->config), "config", &err),
         err);
-    assert_ok(ith_session_open(&r->session, ITH_USE_CPU, 0, 1, false, &err), err);
-    r->session.ctx.err = &err;
+    r->ctx = session.ctx;
+    assert_ok(ith_plan_create(&r->ctx.plan, r->ctx.device, &err), err);
     assert_ok(f->media ? ith_model_create_multimodal(&r->model, &r->config, l.dtype, 128, &err)
                        : ith_model_create(&r->model, &r->config, l.dtype, 128, &err),
               err);
@@ -380,7 +400,7 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, layou
                          .block = f->diffusion ? BLOCK : 0,
                          .noisy = f->diffusion,
                          .bidirectional = f->bidirectional};
-    assert_ok(ith_step_create(&r->step, r->model, &r->session.ctx, &c, false), err);
+    assert_ok(ith_step_create(&r->step, r->model, &r->ctx, &c, false), err);
     if (mesh) /* some ranks have fewer tiles, or none */
         r->model->mlp_tile = 5;
     fill_weights(r);
@@ -392,7 +412,7 @@ static void close_run(run *r)
     ith_free(r->w);
     ith_step_destroy(r->step);
     ith_model_destroy(r->model);
-    ith_session_close(&r->session);
+    ith_plan_destroy(r->ctx.plan);
     ith_hf_config_deinit(&r->config);
 }
 
@@ -462,6 +482,10 @@ static void open_mesh(ith_mesh *mesh, const run *alone, layout l)
         assert_ok(ith_mesh_set_shard(mesh, world->size / 2, &err), err);
     if (l.ep)
         assert_ok(ith_mesh_set_experts(mesh, l.ep, &err), err);
+    if (session.cuda)
+        assert_ok(ith_mesh_open_device(mesh, session.ctx.device,
+                                       l.zero >= 2 || l.ulysses < l.cp, &err),
+                  err);
 }
 
 static bool thorough; /* every layout, twice: tests of the label `long` */
@@ -899,12 +923,19 @@ int main(int argc, char **argv)
                                        cmocka_unit_test(test_a_ring_sends_what_the_formula_says),
                                        cmocka_unit_test(test_the_cheapest_scheme_is_chosen),
                                        cmocka_unit_test(test_the_cheaper_way)};
-    thorough = argc > 1 && strcmp(argv[1], "all") == 0;
-    if (ith_comm_open_world(&world, 120, &err) != ITH_OK) {
+    ith_use_device device = ITH_USE_CPU;
+    for (int i = 1; i < argc; i++) {
+        thorough |= strcmp(argv[i], "all") == 0;
+        device = strcmp(argv[i], "device=cuda") == 0 ? ITH_USE_CUDA : device;
+    }
+    if (ith_comm_open_world(&world, 120, &err) != ITH_OK ||
+        ith_session_open(&session, device, ith_narrow(world->local_rank), 1, false, &err) !=
+            ITH_OK) {
         fprintf(stderr, "%s\n", err.text);
         return 1;
     }
     int failed = cmocka_run_group_tests_name("families", tests, NULL, NULL);
+    ith_session_close(&session);
     ith_comm_close(world);
     return failed;
 }

@@ -609,6 +609,21 @@ static ith_status scatter_rows(op_run *r, const int64_t *a)
     return ith_scatter_rows(r->ctx, y, x, idx);
 }
 
+/* G ranges of 0 to `most` rows. */
+static ith_status list_ranges(op_run *r, const int64_t *a)
+{
+    static int32_t offsets[1025];
+    ITH_ASSERT(a[0] <= 1024);
+    offsets[0] = 0;
+    for (int64_t g = 0; g < a[0]; g++)
+        offsets[g + 1] = offsets[g] + (int32_t)ith_rng_below(3, 1, (uint64_t)g, a[1] + 1);
+    ith_tensor index = op_make(r, OP_OUT, OP_I32, "index", NULL, 1, (int64_t[]){offsets[a[0]]}, 0);
+    ith_tensor first = below(r, "first", OP_VECTOR, a[0], 1000);
+    ith_tensor at = op_ints(r, "offsets", offsets, OP_VECTOR, a[0] + 1);
+    OP_READY(r);
+    return ith_list_ranges(r->ctx, index, first, at);
+}
+
 enum { ELEM_T, ELEM_D, ELEM_PAD, ELEM_MODE };
 
 /* mode: 0 apart, 1 y is a, 2 y is b. */
@@ -1070,6 +1085,7 @@ FAMILY(swiglu_forward, false, FLOOR, "T I pad")
 FAMILY(swiglu_backward, false, FLOOR, "T I pad h alias")
 FAMILY(gather_rows, true, 0, "M T D pad kind")
 FAMILY(scatter_rows, true, 0, "M T D pad kind")
+FAMILY(list_ranges, true, 0, "G most")
 FAMILY(add, true, 0, "T D pad mode")
 FAMILY(cast, true, 0, "T D pad mode")
 FAMILY(zero, true, 0, "T D pad kind")

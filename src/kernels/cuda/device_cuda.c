@@ -2,6 +2,7 @@
 #include "kernels/cuda/cuda_api.h"
 #include "kernels/cuda/sdpa_graph.h"
 
+#include "base/env.h"
 #include "base/pool.h"
 
 #include <stdio.h>
@@ -304,6 +305,9 @@ static ith_status open_device(ith_cuda *cuda, ith_error *err)
     ITH_TRY(check_runtime(cudaGetDeviceCount(&count), "devices", err));
     if (count == 1) /* a launcher may show each rank a GPU of its own only */
         cuda->index = 0;
+    if (count > 0 && ith_env_truthy(ITH_ENV_SHARE_GPU))
+        cuda->index %= count;
+    snprintf(cuda->name, sizeof cuda->name, "cuda:%d", cuda->index);
     if (cuda->index < 0 || cuda->index >= count)
         return ith_fail(err, ITH_ERR_USAGE, "CUDA device %d: this machine has %d (0 to %d)",
                         cuda->index, count, count - 1);

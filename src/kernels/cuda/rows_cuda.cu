@@ -102,6 +102,23 @@ static ith_status scatter_rows(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_ten
     return copy_by_index(ctx, y, x, (const int32_t *)idx.data, NULL, x.shape[0]);
 }
 
+/* A block for each range. */
+static __global__ void fill_ranges(int32_t *index, const int32_t *first, const int32_t *offsets)
+{
+    int32_t g = (int32_t)blockIdx.x, at = offsets[g], n = offsets[g + 1] - at, from = first[g];
+    for (int32_t i = (int32_t)threadIdx.x; i < n; i += (int32_t)blockDim.x)
+        index[at + i] = from + i;
+}
+
+static ith_status list_ranges(ith_ctx *ctx, ith_tensor index, ith_tensor first, ith_tensor offsets)
+{
+    if (index.shape[0] == 0)
+        return ITH_OK;
+    fill_ranges<<<(unsigned)first.shape[0], 256, 0, ith_cuda_stream(ctx)>>>(
+        (int32_t *)index.data, (const int32_t *)first.data, (const int32_t *)offsets.data);
+    return ITH_CUDA_LAUNCHED(ctx, index);
+}
+
 /* ---- element-wise, any strides ------------------------------------------------------------------
  */
 
@@ -380,6 +397,7 @@ void ith_cuda_fill_rows(struct ith_backend *b)
     b->embedding_backward.workspace = embedding_backward_workspace;
     b->gather_rows.run = gather_rows;
     b->scatter_rows.run = scatter_rows;
+    b->list_ranges.run = list_ranges;
     b->add.run = add;
     b->cast.run = cast;
     b->zero.run = zero;

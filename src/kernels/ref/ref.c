@@ -213,6 +213,15 @@ static ith_status scatter_rows(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_ten
     return ITH_OK;
 }
 
+static ith_status list_ranges(ith_ctx *ctx, ith_tensor index, ith_tensor first, ith_tensor offsets)
+{
+    (void)ctx;
+    for (int64_t g = 0; g < first.shape[0]; g++)
+        for (int32_t at = *int_at(offsets, g), i = 0; at + i < *int_at(offsets, g + 1); i++)
+            *int_at(index, at + i) = *int_at(first, g) + i;
+    return ITH_OK;
+}
+
 static ith_status cast(ith_ctx *ctx, ith_tensor y, ith_tensor x)
 {
     (void)ctx;
@@ -295,6 +304,7 @@ const ith_backend *ith_backend_ref(void)
         .swiglu_backward = {swiglu_backward, NULL},
         .gather_rows = {gather_rows, NULL},
         .scatter_rows = {scatter_rows, NULL},
+        .list_ranges = {list_ranges, NULL},
         .add = {add, NULL},
         .cast = {cast, NULL},
         .zero = {zero, NULL},
