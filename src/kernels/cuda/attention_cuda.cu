@@ -54,17 +54,20 @@ static bool all_fit(bool (*fits)(ith_tensor), const ith_tensor *t, int count)
 }
 
 /* t: every tensor of the call. */
-static way way_of(const ith_tensor *t, int count, ith_seqs seqs, bool same_bits)
+static way way_of(const ith_tensor *t, int count, ith_tensor q, ith_tensor k, ith_seqs seqs,
+                  bool same_bits)
 {
-    if (!ith_seqs_have_blocks(seqs) && !same_bits && all_fit(fits_cudnn, t, count))
+    bool whole = !seqs.window && q.shape[0] == k.shape[0];
+    if (whole && !ith_seqs_have_blocks(seqs) && !same_bits && all_fit(fits_cudnn, t, count))
         return common_length(seqs) > 0 ? WAY_BATCH : WAY_PACKED;
-    return all_fit(ith_attention_tiles_fit, t, count) ? WAY_TILES : WAY_PLAIN;
+    return q.dtype == ITH_BF16 && all_fit(ith_attention_tiles_fit, t, count) ? WAY_TILES
+                                                                             : WAY_PLAIN;
 }
 
 static way forward_way(ith_tensor o, ith_tensor q, ith_tensor k, ith_tensor v, ith_seqs seqs)
 {
     ith_tensor all[] = {o, q, k, v};
-    return way_of(all, 4, seqs, false);
+    return way_of(all, 4, q, k, seqs, false);
 }
 
 static bool is_library(way how)
@@ -201,7 +204,7 @@ static way backward_way(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor d
                         ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o, ith_seqs seqs)
 {
     ith_tensor all[] = {dq, dk, dv, do_, q, k, v, o};
-    return way_of(all, 8, seqs, ctx->deterministic);
+    return way_of(all, 8, q, k, seqs, ctx->deterministic);
 }
 
 /* The packed backward engine takes one set of offsets for a tensor, its gradient and its gradient
@@ -251,13 +254,29 @@ static void make_dense(ith_ctx *ctx, ith_carve *scratch, ith_tensor *t)
     *t = dense;
 }
 
+/* Of keys that no query is here for. */
+static ith_status zero_heads(ith_ctx *ctx, ith_tensor t)
+{
+    size_t size = (size_t)ith_dtype_bytes(t.dtype);
+    for (int64_t h = 0; ith_numel(t) > 0 && h < t.shape[1]; h++)
+        ITH_CUDA_TRY(ctx,
+                     cudaMemset2DAsync((char *)t.data + (size_t)(h * t.stride[1]) * size,
+                                       (size_t)t.stride[0] * size, 0, (size_t)t.shape[2] * size,
+                                       (size_t)t.shape[0], ith_cuda_stream(ctx)),
+                     t);
+    return ITH_OK;
+}
+
 static ith_status attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
                                      ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
                                      ith_tensor o, ith_tensor lse, ith_seqs seqs, float scale,
                                      bool causal)
 {
-    if (ith_numel(q) == 0)
-        return ITH_OK;
+    if (ith_numel(q) == 0) {
+        ITH_TRY(zero_heads(ctx, dk));
+        return zero_heads(ctx, dv);
+    }
+    ITH_ASSERT(o.dtype == q.dtype && dk.dtype == dq.dtype && dv.dtype == dq.dtype);
     ith_carve scratch = ith_carve_begin(ctx);
     void *delta = ith_carve_take(&scratch, ith_numel(lse) * 4);
     way how = backward_way(ctx, dq, dk, dv, do_, q, k, v, o, seqs);
@@ -312,8 +331,47 @@ static ith_status attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
     return ITH_CUDA_LAUNCHED(ctx, dq);
 }
 
+/* ---- parts ---- */
+
+/* A warp for a query head. */
+__global__ void merge_parts(float *__restrict__ o, float *__restrict__ lse,
+                            const float *__restrict__ part_o, const float *__restrict__ part_lse,
+                            int64_t rows, int64_t heads, int64_t dim, int64_t o_row, int64_t o_head,
+                            int64_t part_row, int64_t part_head)
+{
+    int64_t at = (blockIdx.x * (int64_t)blockDim.x + threadIdx.x) / 32;
+    int lane = (int)threadIdx.x % 32;
+    if (at >= rows * heads)
+        return;
+    int64_t t = at / heads, h = at - t * heads;
+    float own = lse[at], other = part_lse[at], max = fmaxf(own, other);
+    float a = expf(own - max), b = expf(other - max), all = a + b;
+    __syncwarp();
+    if (lane == 0)
+        lse[at] = max + logf(all);
+    for (int64_t d = lane; d < dim; d += 32) {
+        float *to = o + t * o_row + h * o_head + d;
+        *to = (a * *to + b * part_o[t * part_row + h * part_head + d]) / all;
+    }
+}
+
+static ith_status attention_merge(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor part_o,
+                                  ith_tensor part_lse)
+{
+    int64_t rows = o.shape[0], heads = o.shape[1];
+    if (ith_numel(o) == 0)
+        return ITH_OK;
+    merge_parts<<<(unsigned)ith_div_ceil(rows * heads, 8), 256, 0, ith_cuda_stream(ctx)>>>(
+        (float *)o.data, (float *)lse.data, (const float *)part_o.data,
+        (const float *)part_lse.data, rows, heads, o.shape[2], o.stride[0], o.stride[1],
+        part_o.stride[0], part_o.stride[1]);
+    return ITH_CUDA_LAUNCHED(ctx, o);
+}
+
 void ith_cuda_fill_attention(struct ith_backend *b)
 {
+    b->windows = true;
+    b->attention_merge.run = attention_merge;
     b->attention_forward.run = attention_forward;
     b->attention_forward.workspace = attention_forward_workspace;
     b->attention_backward.run = attention_backward;

@@ -5,27 +5,35 @@
 
 #include "kernels/cuda/common.cuh"
 
-struct attn_mask {
-    const int32_t *cu, *noisy, *position; /* noisy, position: NULL without noisy rows */
-    int64_t num_docs, tokens;
-    int32_t block; /* >= 1 */
-    bool causal;
+/* Rows that a tensor has, and which of the batch the first of them is. */
+struct attn_rows {
+    int64_t first, count;
 };
 
-static inline attn_mask mask_of(ith_seqs seqs, int64_t tokens, bool causal)
+struct attn_mask {
+    const int32_t *cu, *noisy, *position; /* noisy, position: NULL without noisy rows */
+    int64_t num_docs;
+    attn_rows q, k;
+    int32_t block;          /* >= 1 */
+    bool causal, rectangle; /* rectangle: every query sees every key */
+};
+
+static inline attn_mask mask_of(ith_seqs seqs, int64_t queries, int64_t keys, bool causal)
 {
     attn_mask m = {};
     m.cu = (const int32_t *)seqs.cu_seqlens.data;
     m.noisy = (const int32_t *)seqs.noisy.data;
     m.position = (const int32_t *)seqs.position.data;
     m.num_docs = seqs.num_docs;
-    m.tokens = tokens;
+    m.q = {seqs.window ? seqs.q_first : 0, queries};
+    m.k = {seqs.window ? seqs.k_first : 0, keys};
     m.block = (int32_t)ith_max_i64(seqs.block, 1);
     m.causal = causal;
+    m.rectangle = !seqs.window && queries != keys;
     return m;
 }
 
-/* Rows of the batch, [lo, hi) each: 0 in the document's noisy part, 1 in its clean part. */
+/* Rows of a tensor, [lo, hi) each: 0 in the document's noisy part, 1 in its clean part. */
 struct stretches {
     int32_t lo[2], hi[2];
 };
@@ -44,12 +52,10 @@ __device__ __forceinline__ int64_t last_not_above(const int32_t *at, int64_t n, 
     return lo;
 }
 
-/* Keys that row t sees, or (of_key) rows that see key t; empty past the end. */
-__device__ __forceinline__ stretches stretches_of(const attn_mask &m, int64_t t, bool of_key)
+/* Keys of the batch that row t of it sees, or (of_key) rows that see key t. */
+__device__ __forceinline__ stretches stretches_in_batch(const attn_mask &m, int64_t t, bool of_key)
 {
     stretches r = {{0, 0}, {0, 0}};
-    if (t >= m.tokens)
-        return r;
     int64_t doc = last_not_above(m.cu, m.num_docs, t); /* empty documents lie before it */
     int32_t begin = m.cu[doc], len = m.cu[doc + 1] - begin, noisy = m.noisy ? m.noisy[doc] : 0;
     int32_t i = (int32_t)t - begin, b = m.block;
@@ -74,6 +80,26 @@ __device__ __forceinline__ stretches stretches_of(const attn_mask &m, int64_t t,
     for (int part = 0; part < 2; part++) {
         r.lo[part] += begin;
         r.hi[part] += begin;
+    }
+    return r;
+}
+
+/* Keys that query t sees, or (of_key) queries that see key t, as rows of their tensors; empty past
+ * the end. */
+__device__ __forceinline__ stretches stretches_of(const attn_mask &m, int64_t t, bool of_key)
+{
+    const attn_rows own = of_key ? m.k : m.q, other = of_key ? m.q : m.k;
+    stretches r = {{0, 0}, {0, 0}};
+    if (t >= own.count)
+        return r;
+    if (m.rectangle) {
+        r.hi[1] = (int32_t)other.count;
+        return r;
+    }
+    r = stretches_in_batch(m, own.first + t, of_key);
+    for (int part = 0; part < 2; part++) {
+        r.lo[part] = max(r.lo[part] - (int32_t)other.first, 0);
+        r.hi[part] = max(min(r.hi[part] - (int32_t)other.first, (int32_t)other.count), r.lo[part]);
     }
     return r;
 }

@@ -11,11 +11,12 @@
 enum { ROWS = 16, LANES = 16, COLS = 32, THREADS = ROWS * LANES, MAX_DIM = 512 };
 
 struct attn_args {
-    int64_t tokens, q_heads, kv_heads, dim;
+    int64_t q_heads, kv_heads, dim;
     int64_t q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head, do_row, do_head;
     int64_t dq_row, dq_head, dk_row, dk_head, dv_row, dv_head;
     attn_mask mask;
     float scale;
+    bool parts; /* results are f32 */
 };
 
 struct range {
@@ -84,20 +85,26 @@ __device__ __forceinline__ void add_weighted(float (&acc)[ITEMS], const float *w
     }
 }
 
+/* to + at: of type T, or (part) f32. */
 template <typename T, int ITEMS>
-__device__ __forceinline__ void store_row(T *to, const float (&acc)[ITEMS], float factor, int lane,
+__device__ __forceinline__ void store_row(void *to, int64_t at, bool part,
+                                          const float (&acc)[ITEMS], float factor, int lane,
                                           int dim)
 {
 #pragma unroll
-    for (int i = 0; i < ITEMS; i++)
-        if (lane + i * LANES < dim)
-            to[lane + i * LANES] = from_f32<T>(acc[i] * factor);
+    for (int i = 0; i < ITEMS; i++) {
+        int64_t d = lane + i * LANES;
+        if (d < dim && part)
+            ((float *)to)[at + d] = acc[i] * factor;
+        else if (d < dim)
+            ((T *)to)[at + d] = from_f32<T>(acc[i] * factor);
+    }
 }
 
 template <typename T, int ITEMS>
 __global__ void __launch_bounds__(THREADS)
-    plain_forward(attn_args a, T *__restrict__ o, float *__restrict__ lse, const T *__restrict__ q,
-                  const T *__restrict__ k, const T *__restrict__ v)
+    plain_forward(attn_args a, void *__restrict__ o, float *__restrict__ lse,
+                  const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v)
 {
     extern __shared__ float shared[];
     __shared__ stretches all_rows[ROWS];
@@ -109,7 +116,7 @@ __global__ void __launch_bounds__(THREADS)
     int64_t kv = h / (a.q_heads / a.kv_heads);
     find_stretches(all_rows, a.mask, row0, false);
     const stretches own = all_rows[r];
-    load_rows<T>(qs, pitch, q + h * a.q_head, row0, a.tokens, ROWS, a.q_row, dim);
+    load_rows<T>(qs, pitch, q + h * a.q_head, row0, a.mask.q.count, ROWS, a.q_row, dim);
     float acc[ITEMS] = {}, max = -INFINITY, sum = 0;
     for (int part = 0; part < 2; part++) {
         range all = union_of(all_rows, part);
@@ -144,9 +151,10 @@ __global__ void __launch_bounds__(THREADS)
             add_weighted<ITEMS>(acc, weight[r], vs, pitch, lane, dim);
         }
     }
-    if (row >= a.tokens)
+    if (row >= a.mask.q.count)
         return;
-    store_row<T, ITEMS>(o + row * a.o_row + h * a.o_head, acc, 1.0f / sum, lane, dim);
+    store_row<T, ITEMS>(o, row * a.o_row + h * a.o_head, a.parts, acc, sum > 0 ? 1.0f / sum : 0.0f,
+                        lane, dim);
     if (lane == 0)
         lse[row * a.q_heads + h] = max + logf(sum);
 }
@@ -158,7 +166,7 @@ __global__ void plain_delta(attn_args a, float *__restrict__ delta, const T *__r
 {
     int64_t at = (int64_t)blockIdx.x * 4 + threadIdx.x / 32;
     int lane = (int)threadIdx.x % 32;
-    if (at >= a.tokens * a.q_heads)
+    if (at >= a.mask.q.count * a.q_heads)
         return;
     int64_t t = at / a.q_heads, h = at - t * a.q_heads;
     float sum = 0;
@@ -172,7 +180,7 @@ __global__ void plain_delta(attn_args a, float *__restrict__ delta, const T *__r
 
 template <typename T, int ITEMS>
 __global__ void __launch_bounds__(THREADS)
-    plain_dq(attn_args a, T *__restrict__ dq, const T *__restrict__ do_, const T *__restrict__ q,
+    plain_dq(attn_args a, void *__restrict__ dq, const T *__restrict__ do_, const T *__restrict__ q,
              const T *__restrict__ k, const T *__restrict__ v, const float *__restrict__ lse,
              const float *__restrict__ delta)
 {
@@ -186,9 +194,9 @@ __global__ void __launch_bounds__(THREADS)
     int64_t kv = h / (a.q_heads / a.kv_heads);
     find_stretches(all_rows, a.mask, row0, false);
     const stretches own = all_rows[r];
-    load_rows<T>(qs, pitch, q + h * a.q_head, row0, a.tokens, ROWS, a.q_row, dim);
-    load_rows<T>(gs, pitch, do_ + h * a.do_head, row0, a.tokens, ROWS, a.do_row, dim);
-    bool live = row < a.tokens;
+    load_rows<T>(qs, pitch, q + h * a.q_head, row0, a.mask.q.count, ROWS, a.q_row, dim);
+    load_rows<T>(gs, pitch, do_ + h * a.do_head, row0, a.mask.q.count, ROWS, a.do_row, dim);
+    bool live = row < a.mask.q.count;
     float own_lse = live ? lse[row * a.q_heads + h] : 0.0f;
     float own_delta = live ? delta[row * a.q_heads + h] : 0.0f, acc[ITEMS] = {};
     for (int part = 0; part < 2; part++) {
@@ -214,12 +222,12 @@ __global__ void __launch_bounds__(THREADS)
         }
     }
     if (live)
-        store_row<T, ITEMS>(dq + row * a.dq_row + h * a.dq_head, acc, 1.0f, lane, dim);
+        store_row<T, ITEMS>(dq, row * a.dq_row + h * a.dq_head, a.parts, acc, 1.0f, lane, dim);
 }
 
 template <typename T, int ITEMS>
 __global__ void __launch_bounds__(THREADS)
-    plain_dkv(attn_args a, T *__restrict__ dk, T *__restrict__ dv, const T *__restrict__ do_,
+    plain_dkv(attn_args a, void *__restrict__ dk, void *__restrict__ dv, const T *__restrict__ do_,
               const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
               const float *__restrict__ lse, const float *__restrict__ delta)
 {
@@ -233,8 +241,8 @@ __global__ void __launch_bounds__(THREADS)
     int64_t group = a.q_heads / a.kv_heads;
     find_stretches(all_rows, a.mask, row0, true);
     const stretches own = all_rows[r];
-    load_rows<T>(ks, pitch, k + kv * a.k_head, row0, a.tokens, ROWS, a.k_row, dim);
-    load_rows<T>(vs, pitch, v + kv * a.v_head, row0, a.tokens, ROWS, a.v_row, dim);
+    load_rows<T>(ks, pitch, k + kv * a.k_head, row0, a.mask.k.count, ROWS, a.k_row, dim);
+    load_rows<T>(vs, pitch, v + kv * a.v_head, row0, a.mask.k.count, ROWS, a.v_row, dim);
     float acc_k[ITEMS] = {}, acc_v[ITEMS] = {};
     for (int64_t h = kv * group; h < (kv + 1) * group; h++) {
         for (int part = 0; part < 2; part++) {
@@ -264,17 +272,16 @@ __global__ void __launch_bounds__(THREADS)
             }
         }
     }
-    if (row >= a.tokens)
+    if (row >= a.mask.k.count)
         return;
-    store_row<T, ITEMS>(dk + row * a.dk_row + kv * a.dk_head, acc_k, 1.0f, lane, dim);
-    store_row<T, ITEMS>(dv + row * a.dv_row + kv * a.dv_head, acc_v, 1.0f, lane, dim);
+    store_row<T, ITEMS>(dk, row * a.dk_row + kv * a.dk_head, a.parts, acc_k, 1.0f, lane, dim);
+    store_row<T, ITEMS>(dv, row * a.dv_row + kv * a.dv_head, a.parts, acc_v, 1.0f, lane, dim);
 }
 
 static attn_args args_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o, ith_seqs seqs,
                          float scale, bool causal)
 {
     attn_args a = {};
-    a.tokens = q.shape[0];
     a.q_heads = q.shape[1];
     a.kv_heads = k.shape[1];
     a.dim = q.shape[2];
@@ -286,7 +293,8 @@ static attn_args args_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o,
     a.v_head = v.stride[1];
     a.o_row = o.stride[0];
     a.o_head = o.stride[1];
-    a.mask = mask_of(seqs, q.shape[0], causal);
+    a.mask = mask_of(seqs, q.shape[0], k.shape[0], causal);
+    a.parts = o.dtype != q.dtype;
     a.scale = scale;
     return a;
 }
@@ -300,23 +308,24 @@ static ith_status check_dim(ith_ctx *ctx, ith_tensor q)
 }
 
 /* Launches KERNEL with `tiles` shared rows of dim + 1 floats. */
-#define LAUNCH(KERNEL, heads, shared_rows, ...)                                                    \
+#define LAUNCH(KERNEL, rows, heads, shared_rows, ...)                                              \
     do {                                                                                           \
         size_t bytes_ = (size_t)((shared_rows) * (a.dim + 1)) * sizeof(float);                     \
         ITH_CUDA_TRY(ctx,                                                                          \
                      cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,     \
                                           (int)bytes_),                                            \
                      q);                                                                           \
-        KERNEL<<<dim3((unsigned)ith_div_ceil(a.tokens, ROWS), (unsigned)(heads)), THREADS, bytes_, \
-                 ith_cuda_stream(ctx)>>>(a, __VA_ARGS__);                                          \
+        if ((rows) > 0)                                                                            \
+            KERNEL<<<dim3((unsigned)ith_div_ceil(rows, ROWS), (unsigned)(heads)), THREADS, bytes_, \
+                     ith_cuda_stream(ctx)>>>(a, __VA_ARGS__);                                      \
     } while (0)
 
 template <typename T, int ITEMS>
 static ith_status forward_of(ith_ctx *ctx, const attn_args &a, ith_tensor o, ith_tensor lse,
                              ith_tensor q, ith_tensor k, ith_tensor v)
 {
-    LAUNCH((plain_forward<T, ITEMS>), a.q_heads, ROWS + 2 * COLS, (T *)o.data, (float *)lse.data,
-           (const T *)q.data, (const T *)k.data, (const T *)v.data);
+    LAUNCH((plain_forward<T, ITEMS>), a.mask.q.count, a.q_heads, ROWS + 2 * COLS, o.data,
+           (float *)lse.data, (const T *)q.data, (const T *)k.data, (const T *)v.data);
     return ITH_CUDA_LAUNCHED(ctx, q);
 }
 
@@ -326,11 +335,12 @@ static ith_status backward_of(ith_ctx *ctx, const attn_args &a, ith_tensor dq, i
                               ith_tensor v, ith_tensor o, ith_tensor lse, float *delta)
 {
     plain_delta<T>
-        <<<(unsigned)ith_div_ceil(a.tokens * a.q_heads, 4), 128, 0, ith_cuda_stream(ctx)>>>(
+        <<<(unsigned)ith_div_ceil(a.mask.q.count * a.q_heads, 4), 128, 0, ith_cuda_stream(ctx)>>>(
             a, delta, (const T *)do_.data, (const T *)o.data);
-    LAUNCH((plain_dq<T, ITEMS>), a.q_heads, 2 * ROWS + 2 * COLS, (T *)dq.data, (const T *)do_.data,
-           (const T *)q.data, (const T *)k.data, (const T *)v.data, (const float *)lse.data, delta);
-    LAUNCH((plain_dkv<T, ITEMS>), a.kv_heads, 2 * ROWS + 2 * COLS, (T *)dk.data, (T *)dv.data,
+    LAUNCH((plain_dq<T, ITEMS>), a.mask.q.count, a.q_heads, 2 * ROWS + 2 * COLS, dq.data,
+           (const T *)do_.data, (const T *)q.data, (const T *)k.data, (const T *)v.data,
+           (const float *)lse.data, delta);
+    LAUNCH((plain_dkv<T, ITEMS>), a.mask.k.count, a.kv_heads, 2 * ROWS + 2 * COLS, dk.data, dv.data,
            (const T *)do_.data, (const T *)q.data, (const T *)k.data, (const T *)v.data,
            (const float *)lse.data, delta);
     return ITH_CUDA_LAUNCHED(ctx, q);
@@ -364,6 +374,7 @@ ith_status ith_attention_plain_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor 
     a.dk_head = dk.stride[1];
     a.dv_row = dv.stride[0];
     a.dv_head = dv.stride[1];
+    a.parts = dq.dtype != q.dtype;
     ITH_BY_TYPE(q.dtype, {
         if (a.dim <= 128)
             return backward_of<T, 8>(ctx, a, dq, dk, dv, do_, q, k, v, o, lse, delta);

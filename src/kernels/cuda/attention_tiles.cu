@@ -14,7 +14,7 @@ enum { WARPS = 4, THREADS = 32 * WARPS, OTHER = 64, MAX_DIM = 256 };
 
 #define LOG2_E 1.4426950408889634f
 
-/* One tensor [T,heads,dim]; strides in elements. */
+/* One tensor [T,heads,dim]; strides in elements. Results may be parts of a sum: f32. */
 struct head_rows {
     bf16 *data;
     int64_t row, head;
@@ -26,6 +26,7 @@ struct tiles_args {
     float *lse, *delta; /* [T,Hq] */
     int32_t q_heads, group, dim;
     float scale;
+    bool parts; /* results are f32 */
 };
 
 /* ---- products ----
@@ -189,14 +190,17 @@ __device__ __forceinline__ void add_product(float (&acc)[D / 8][4], const left_o
 template <int D>
 __device__ __forceinline__ void store_rows(const head_rows &t, int64_t head, int64_t row, int lane,
                                            int half, const float (&acc)[D / 8][4], float factor,
-                                           int dim)
+                                           int dim, bool part)
 {
-    bf16 *to = t.data + row * t.row + head * t.head + lane % 4 * 2;
+    int64_t at = row * t.row + head * t.head + lane % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < D / 8; n++)
-        if (n * 8 < dim)
-            *reinterpret_cast<uint32_t *>(to + n * 8) =
-                two(acc[n][2 * half] * factor, acc[n][2 * half + 1] * factor);
+    for (int n = 0; n < D / 8; n++) {
+        float x = acc[n][2 * half] * factor, y = acc[n][2 * half + 1] * factor;
+        if (n * 8 < dim && part)
+            *reinterpret_cast<float2 *>(reinterpret_cast<float *>(t.data) + at + n * 8) = {x, y};
+        else if (n * 8 < dim)
+            *reinterpret_cast<uint32_t *>(t.data + at + n * 8) = two(x, y);
+    }
 }
 
 /* ---- the walk ---- */
@@ -233,7 +237,7 @@ __device__ __forceinline__ walk plan_walk(stretches *own, bounds (&mine)[2], con
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
     int at = lane / 16 % (ROWS / 64) * 64 + warp * 16 + lane % 16;
     stretches s = stretches_of(mask, row0 + at, of_key);
-    bool live = row0 + at < mask.tokens;
+    bool live = row0 + at < (of_key ? mask.k.count : mask.q.count);
     own[at] = s;
 #pragma unroll
     for (int part = 0; part < 2; part++) {
@@ -366,7 +370,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>)
     walk w = plan_walk<ROWS>(own, mine, a.mask, row0, false);
     int32_t total = w.count[0] + w.count[1];
     for (int m = 0; m < M; m++)
-        fetch_rows<D>(tiles + m * TILE<D>, a.q, h, row0 + 64 * m, (int32_t)a.mask.tokens, a.dim);
+        fetch_rows<D>(tiles + m * TILE<D>, a.q, h, row0 + 64 * m, (int32_t)a.mask.q.count, a.dim);
     auto fetch = [&](int32_t i) {
         bf16 *to = stages + i % 2 * 2 * TILE<D>;
         if (i < total) {
@@ -422,9 +426,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>)
         for (int half = 0; half < 2; half++) {
             int64_t row = row0 + m * 64 + first + lane / 4 + 8 * half;
             float all = quad_sum(sum[m][half]);
-            if (row >= a.mask.tokens)
+            if (row >= a.mask.q.count)
                 continue;
-            store_rows<D>(a.o, h, row, lane, half, acc[m], 1.0f / all, a.dim);
+            store_rows<D>(a.o, h, row, lane, half, acc[m], all > 0 ? 1.0f / all : 0.0f, a.dim,
+                          a.parts);
             if (lane % 4 == 0)
                 a.lse[row * a.q_heads + h] = top[m][half] * a.scale + logf(all);
         }
@@ -437,7 +442,7 @@ __global__ void tiles_delta(const __grid_constant__ tiles_args a)
 {
     int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 16;
     int d = (int)threadIdx.x % 16 * 8;
-    bool live = at < a.mask.tokens * a.q_heads;
+    bool live = at < a.mask.q.count * a.q_heads;
     int64_t t = at / a.q_heads, h = at - t * a.q_heads;
     float sum = 0;
     for (; live && d < a.dim; d += 128) {
@@ -464,7 +469,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>) tiles_dq(const __grid_cons
     int32_t h = (int32_t)blockIdx.y, kv = h / a.group;
     bounds mine[2];
     walk w = plan_walk<64>(own, mine, a.mask, row0, false);
-    int32_t total = w.count[0] + w.count[1], tokens = (int32_t)a.mask.tokens;
+    int32_t total = w.count[0] + w.count[1], tokens = (int32_t)a.mask.q.count;
     fetch_rows<D>(tiles, a.q, h, row0, tokens, a.dim);
     fetch_rows<D>(tiles + TILE<D>, a.do_, h, row0, tokens, a.dim);
     auto fetch = [&](int32_t i) {
@@ -527,7 +532,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>) tiles_dq(const __grid_cons
     for (int half = 0; half < 2; half++) {
         int64_t row = row0 + first + lane / 4 + 8 * half;
         if (row < tokens)
-            store_rows<D>(a.dq, h, row, lane, half, acc, a.scale, a.dim);
+            store_rows<D>(a.dq, h, row, lane, half, acc, a.scale, a.dim, a.parts);
     }
 }
 
@@ -546,7 +551,7 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>)
     bounds mine[2];
     walk w = plan_walk<64>(own, mine, a.mask, row0, true);
     int32_t each = w.count[0] + w.count[1], total = each * a.group;
-    int32_t tokens = (int32_t)a.mask.tokens;
+    int32_t tokens = (int32_t)a.mask.k.count;
     fetch_rows<D>(tiles, a.k, kv, row0, tokens, a.dim);
     fetch_rows<D>(tiles + TILE<D>, a.v, kv, row0, tokens, a.dim);
     auto fetch = [&](int32_t i) {
@@ -624,9 +629,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>)
         if (row >= tokens)
             continue;
         if constexpr (DK)
-            store_rows<D>(a.dk, kv, row, lane, half, dk, a.scale, a.dim);
+            store_rows<D>(a.dk, kv, row, lane, half, dk, a.scale, a.dim, a.parts);
         if constexpr (DV)
-            store_rows<D>(a.dv, kv, row, lane, half, dv, 1.0f, a.dim);
+            store_rows<D>(a.dv, kv, row, lane, half, dv, 1.0f, a.dim, a.parts);
     }
 }
 
@@ -634,9 +639,9 @@ __global__ void __launch_bounds__(THREADS, BLOCKS<D>)
 
 bool ith_attention_tiles_fit(ith_tensor t)
 {
-    return t.dtype == ITH_BF16 && t.shape[2] % 8 == 0 && t.shape[2] <= MAX_DIM &&
-           t.stride[2] == 1 && (uintptr_t)t.data % 16 == 0 && t.stride[0] % 8 == 0 &&
-           t.stride[1] % 8 == 0 && t.shape[0] <= INT32_MAX / 2;
+    return (t.dtype == ITH_BF16 || t.dtype == ITH_F32) && t.shape[2] % 8 == 0 &&
+           t.shape[2] <= MAX_DIM && t.stride[2] == 1 && (uintptr_t)t.data % 16 == 0 &&
+           t.stride[0] % 8 == 0 && t.stride[1] % 8 == 0 && t.shape[0] <= INT32_MAX / 2;
 }
 
 static head_rows rows_of(ith_tensor t)
@@ -648,7 +653,8 @@ static tiles_args args_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o
                           ith_seqs seqs, float scale, bool causal)
 {
     tiles_args a = {};
-    a.mask = mask_of(seqs, q.shape[0], causal);
+    a.mask = mask_of(seqs, q.shape[0], k.shape[0], causal);
+    a.parts = o.dtype != q.dtype;
     a.q = rows_of(q);
     a.k = rows_of(k);
     a.v = rows_of(v);
@@ -674,14 +680,15 @@ static tiles_args args_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o
             F(256);                                                                                \
     } while (0)
 
-#define LAUNCH(KERNEL, rows, heads, bytes)                                                         \
+#define LAUNCH(KERNEL, each, rows, heads, bytes)                                                   \
     do {                                                                                           \
         ITH_CUDA_TRY(ctx,                                                                          \
                      cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize,     \
                                           (int)(bytes)),                                           \
                      q);                                                                           \
-        KERNEL<<<dim3((unsigned)ith_div_ceil(a.mask.tokens, rows), (unsigned)(heads)), THREADS,    \
-                 bytes, ith_cuda_stream(ctx)>>>(a);                                                \
+        if ((rows) > 0)                                                                            \
+            KERNEL<<<dim3((unsigned)ith_div_ceil(rows, each), (unsigned)(heads)), THREADS, bytes,  \
+                     ith_cuda_stream(ctx)>>>(a);                                                   \
     } while (0)
 
 ith_status ith_attention_tiles_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
@@ -689,7 +696,9 @@ ith_status ith_attention_tiles_forward(ith_ctx *ctx, ith_tensor o, ith_tensor ls
                                        bool causal)
 {
     tiles_args a = args_of(q, k, v, o, lse, seqs, scale, causal);
-#define RUN(D) LAUNCH(tiles_forward<D>, 64 * GROUPS<D>, a.q_heads, shared_bytes<D>(4 + GROUPS<D>))
+#define RUN(D)                                                                                     \
+    LAUNCH(tiles_forward<D>, 64 * GROUPS<D>, a.mask.q.count, a.q_heads,                            \
+           shared_bytes<D>(4 + GROUPS<D>))
     BY_DIM(a.dim, RUN);
 #undef RUN
     return ITH_CUDA_LAUNCHED(ctx, q);
@@ -698,12 +707,12 @@ ith_status ith_attention_tiles_forward(ith_ctx *ctx, ith_tensor o, ith_tensor ls
 template <int D>
 static ith_status backward_of(ith_ctx *ctx, const tiles_args &a, ith_tensor q, int64_t kv_heads)
 {
-    LAUNCH(tiles_dq<D>, 64, a.q_heads, shared_bytes<D>(6));
+    LAUNCH(tiles_dq<D>, 64, a.mask.q.count, a.q_heads, shared_bytes<D>(6));
     if constexpr (D <= 128) {
-        LAUNCH((tiles_dkv<D, true, true>), 64, kv_heads, shared_bytes<D>(6));
+        LAUNCH((tiles_dkv<D, true, true>), 64, a.mask.k.count, kv_heads, shared_bytes<D>(6));
     } else {
-        LAUNCH((tiles_dkv<D, true, false>), 64, kv_heads, shared_bytes<D>(6));
-        LAUNCH((tiles_dkv<D, false, true>), 64, kv_heads, shared_bytes<D>(6));
+        LAUNCH((tiles_dkv<D, true, false>), 64, a.mask.k.count, kv_heads, shared_bytes<D>(6));
+        LAUNCH((tiles_dkv<D, false, true>), 64, a.mask.k.count, kv_heads, shared_bytes<D>(6));
     }
     return ITH_CUDA_LAUNCHED(ctx, q);
 }
@@ -719,7 +728,8 @@ ith_status ith_attention_tiles_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor 
     a.dk = rows_of(dk);
     a.dv = rows_of(dv);
     a.delta = delta;
-    tiles_delta<<<(unsigned)ith_div_ceil(a.mask.tokens * a.q_heads, 8), THREADS, 0,
+    a.parts = dq.dtype != q.dtype;
+    tiles_delta<<<(unsigned)ith_div_ceil(a.mask.q.count * a.q_heads, 8), THREADS, 0,
                   ith_cuda_stream(ctx)>>>(a);
 #define RUN(D) return backward_of<D>(ctx, a, q, k.shape[1])
     BY_DIM(a.dim, RUN);
