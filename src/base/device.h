@@ -68,7 +68,7 @@ struct ith_device {
 
 #define ITH_DEVICE_UUID_BYTES 16
 #define ITH_DEVICE_GROUP_ID_BYTES 128
-#define ITH_DEVICE_MARKS 4
+#define ITH_DEVICE_MARKS 6
 
 /* One way for the devices of a group to reach each other: what comm/comm_device.c stands on. A
  * group is opened by all its ranks, each with its own device. */

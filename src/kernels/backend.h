@@ -45,7 +45,6 @@ struct ith_backend {
            float scale, bool causal);
     ITH_OP(attention_backward, ith_t_ dq, ith_t_ dk, ith_t_ dv, ith_t_ do_, ith_t_ q, ith_t_ k,
            ith_t_ v, ith_t_ o, ith_t_ lse, ith_seqs seqs, float scale, bool causal);
-    /* A backend that has it knows the rectangles and f32 results of attention too. */
     ITH_OP(attention_merge, ith_t_ o, ith_t_ lse, ith_t_ part_o, ith_t_ part_lse);
     ITH_OP(attention_decode, ith_t_ o, ith_t_ q, ith_t_ k_cache, ith_t_ v_cache, ith_t_ lengths,
            float scale);
@@ -113,7 +112,6 @@ struct ith_backend {
     ITH_OP(adamw, ith_t_ w, ith_t_ master, ith_t_ m, ith_t_ v, ith_t_ grad, ith_t_ scale,
            ith_adamw_hyper hyper, uint64_t seed, int64_t first, bool zero_grad);
     bool overwrites; /* weight products know ctx->overwrite */
-    bool windows;    /* attention knows windows, see ith_seqs */
 };
 
 /* Plain C, single-threaded, F32/BF16/F64: the meaning of every operator. */

@@ -199,26 +199,10 @@ static bool is_part(ith_tensor t, ith_tensor q)
     return t.dtype == q.dtype || is_stat(t, q);
 }
 
-/* A part of an attention over several ranks: another number of keys than of queries. */
-static bool has_part(ith_seqs seqs, ith_tensor q, ith_tensor k)
-{
-    return seqs.window || k.shape[0] != q.shape[0];
-}
-
 static bool part_fits(ith_seqs seqs, ith_tensor q, ith_tensor k, bool causal)
 {
     return seqs.window || k.shape[0] == q.shape[0] ||
            (!causal && seqs.num_docs == 1 && !ith_seqs_have_blocks(seqs));
-}
-
-static ith_status need_parts(ith_ctx *ctx, ith_seqs seqs, bool asked)
-{
-    const ith_backend *b = ctx->backend;
-    if (asked && (!b->attention_merge.run || (seqs.window && !b->windows)))
-        return ith_fail(ctx->err, ITH_ERR_UNSUPPORTED,
-                        "ring attention%s is not built for backend %s (use cp_mode ulysses)",
-                        seqs.window ? " under this mask" : "", b->name);
-    return ITH_OK;
 }
 
 ith_status ith_attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
@@ -229,7 +213,6 @@ ith_status ith_attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith
     ITH_ASSERT(is_part(o, q) && is(o, 3, q.shape[0], q.shape[1], q.shape[2]));
     ITH_ASSERT(part_fits(seqs, q, k, causal));
     ITH_ASSERT(causal || !ith_seqs_have_blocks(seqs));
-    ITH_TRY(need_parts(ctx, seqs, has_part(seqs, q, k) || o.dtype != q.dtype));
     RUN(attention_forward, o, lse, q, k, v, seqs, scale, causal);
 }
 
@@ -247,7 +230,6 @@ ith_status ith_attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, it
     ITH_ASSERT(is_part(dq, q) && is_part(dk, q) && is_part(dv, q));
     ITH_ASSERT(part_fits(seqs, q, k, causal));
     ITH_ASSERT(causal || !ith_seqs_have_blocks(seqs));
-    ITH_TRY(need_parts(ctx, seqs, has_part(seqs, q, k) || dq.dtype != q.dtype));
     RUN(attention_backward, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale, causal);
 }
 

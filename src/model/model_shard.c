@@ -8,11 +8,6 @@
 
 typedef ith_tensor T;
 
-/* Marks of the queue beside: window w of the weights is filled, of the gradients is summed. */
-#define FILLED(w) ((int)(w))
-#define SUMMED(w) ((int)(2 + (w)))
-_Static_assert(ITH_DEVICE_MARKS == 4, "two windows of weights and gradients");
-
 /* ---- blocks ----
  * Embeddings, the layers, the rest, the f32 tail. With expert parallelism a layer of experts is
  * four blocks: what is before its experts, gate_up, down, and what is behind them. */
@@ -244,7 +239,7 @@ static ith_status fill_window(ith_model *m, ith_ctx *ctx, int64_t layer)
     ITH_TRY(ith_mesh_fork(m->mesh, ctx));
     for (int64_t b = layer_block(m, layer); b < layer_block(m, layer + 1); b++)
         ITH_TRY(gather_block(m, ctx, b, window_of(m, m->window_w, b), true));
-    return ith_mesh_note(m->mesh, ctx, FILLED(w));
+    return ith_mesh_note(m->mesh, ctx, (int)(ITH_MARK_WEIGHTS + w));
 }
 
 ith_status ith_model_gather_layer(ith_model *m, ith_ctx *ctx, int64_t layer)
@@ -256,7 +251,7 @@ ith_status ith_model_gather_layer(ith_model *m, ith_ctx *ctx, int64_t layer)
     int64_t next = layer + (up ? 1 : -1);
     m->last_gathered = layer;
     ITH_TRY(fill_window(m, ctx, layer));
-    ITH_TRY(ith_mesh_await(m->mesh, ctx, FILLED(window_idx(m, layer))));
+    ITH_TRY(ith_mesh_await(m->mesh, ctx, (int)(ITH_MARK_WEIGHTS + window_idx(m, layer))));
     return m->num_windows > 1 && next >= 0 && next <= last ? fill_window(m, ctx, next) : ITH_OK;
 }
 
@@ -265,7 +260,7 @@ ith_status ith_model_open_grads(ith_model *m, ith_ctx *ctx, int64_t layer)
     if (m->zero_stage < 2)
         return ITH_OK;
     int64_t first = window_idx(m, layer) * m->window_elements;
-    ITH_TRY(ith_mesh_await(m->mesh, ctx, SUMMED(window_idx(m, layer))));
+    ITH_TRY(ith_mesh_await(m->mesh, ctx, (int)(ITH_MARK_GRADS + window_idx(m, layer))));
     return ith_zero(ctx, ith_row_range(m->window_grad, first, first + window_elements(m, layer)));
 }
 
@@ -283,7 +278,7 @@ ith_status ith_model_close_grads(ith_model *m, ith_ctx *ctx, int64_t layer)
     ITH_TRY(ith_mesh_fork(m->mesh, ctx));
     for (int64_t b = layer_block(m, layer); b < layer_block(m, layer + 1); b++)
         ITH_TRY(reduce_into_shard(m, ctx, b, window_of(m, m->window_grad, b), true));
-    return ith_mesh_note(m->mesh, ctx, SUMMED(window_idx(m, layer)));
+    return ith_mesh_note(m->mesh, ctx, (int)(ITH_MARK_GRADS + window_idx(m, layer)));
 }
 
 ith_status ith_model_reduce_grads(ith_model *m, ith_ctx *ctx)
@@ -291,7 +286,7 @@ ith_status ith_model_reduce_grads(ith_model *m, ith_ctx *ctx)
     if (m->zero_stage == 0)
         return ith_mesh_sum_world(m->mesh, ctx, m->grad);
     for (int64_t w = 0; m->zero_stage >= 2 && w < m->num_windows; w++)
-        ITH_TRY(ith_mesh_await(m->mesh, ctx, SUMMED(w)));
+        ITH_TRY(ith_mesh_await(m->mesh, ctx, (int)(ITH_MARK_GRADS + w)));
     for (int64_t b = 0; b < ith_model_num_blocks(m); b++) {
         int64_t first = m->shard->block_first[b], end = m->shard->block_first[b + 1];
         if (m->zero_stage == 1)

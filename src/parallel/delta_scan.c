@@ -208,7 +208,7 @@ static ith_status exchange_halo(const halo *h, ith_ctx *ctx, bool forward)
     ITH_ASSERT(at <= h->sent.shape[0]);
     ith_exchange forth = {h->sent.data, sent_at, sent_bytes, h->kept.data, kept_at, kept_bytes};
     ith_exchange back = {h->kept.data, kept_at, kept_bytes, h->sent.data, sent_at, sent_bytes};
-    return ith_comm_exchange(m->device_cp, forward ? &forth : &back, ctx->err);
+    return ith_comm_exchange(m->device_cp[0], forward ? &forth : &back, ctx->err);
 }
 
 ith_status ith_slice_halo(const ith_mesh *mesh, ith_ctx *ctx, const ith_slice_docs *docs,
@@ -308,7 +308,7 @@ static ith_status spread(const ith_mesh *mesh, ith_ctx *ctx, ith_seqs seqs, T mi
         recv_bytes[j] = other_has && wants(mesh, seqs, me, j, step) ? bytes : 0;
     }
     ith_exchange x = {mine.data, send_at, send_bytes, all.data, recv_at, recv_bytes};
-    return ith_comm_exchange(mesh->device_cp, &x, ctx->err);
+    return ith_comm_exchange(mesh->device_cp[0], &x, ctx->err);
 }
 
 static ith_status copy_all(ith_ctx *ctx, T to, T from)

@@ -67,11 +67,12 @@ ith_status ith_mesh_open_device(ith_mesh *mesh, ith_device *device, bool beside,
 {
     ith_status status = ITH_OK;
     ITH_ASSERT(mesh->device_world[0] == mesh->world);
+    beside |= ith_ring_size(mesh) > 1;
     ITH_TRY_OUT(open_groups(mesh->world, device, beside, mesh->device_world, err));
     if (mesh->cp_size == mesh->world_size)
-        mesh->device_cp = mesh->device_world[0];
+        memcpy(mesh->device_cp, mesh->device_world, sizeof mesh->device_cp);
     else if (mesh->cp_size > 1)
-        ITH_TRY_OUT(ith_comm_open_device(&mesh->device_cp, mesh->cp, device, false, err));
+        ITH_TRY_OUT(open_groups(mesh->cp, device, ith_ring_size(mesh) > 1, mesh->device_cp, err));
     if (mesh->ep)
         ITH_TRY_OUT(ith_comm_open_device(&mesh->device_ep, mesh->ep, device, false, err));
     ITH_TRY_OUT(open_groups(mesh->edp, device, beside, mesh->device_edp, err));
@@ -87,9 +88,9 @@ out:
 
 void ith_mesh_close_device(ith_mesh *mesh)
 {
-    if (mesh->device_cp == mesh->device_world[0])
-        mesh->device_cp = mesh->cp;
-    close_group(mesh->cp, &mesh->device_cp);
+    if (mesh->device_cp[0] == mesh->device_world[0])
+        mesh->device_cp[0] = mesh->device_cp[1] = mesh->cp;
+    close_groups(mesh->cp, mesh->device_cp);
     close_group(mesh->ep, &mesh->device_ep);
     close_group(mesh->replicas, &mesh->device_replicas);
     close_groups(mesh->shard, mesh->device_shard);
@@ -106,7 +107,7 @@ ith_status ith_mesh_place(const ith_mesh *mesh, ith_ctx *ctx, bool beside)
     for (int q = 0; q < (beside ? 2 : 1); q++) {
         ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_COMM, "parts of reductions", DEVICE_SCRATCH_BYTES,
                               &memory, ctx->err));
-        ith_comm *groups[] = {mesh->device_world[q], q == 0 ? mesh->device_cp : NULL,
+        ith_comm *groups[] = {mesh->device_world[q], q == 0 ? mesh->device_cp[0] : NULL,
                               mesh->device_edp[q], mesh->device_shard[q],
                               q == 0 ? mesh->device_replicas : NULL};
         for (size_t i = 0; i < sizeof groups / sizeof *groups && !ith_ctx_counting(ctx); i++)
@@ -119,7 +120,8 @@ ith_status ith_mesh_place(const ith_mesh *mesh, ith_ctx *ctx, bool beside)
 bool ith_mesh_takes_rows(const ith_mesh *mesh, const ith_ctx *ctx)
 {
     const ith_device_links *links = ctx->device->links;
-    return mesh->device_cp ? mesh->device_cp->takes_rows : links && links->ways[0]->exchange_rows;
+    return mesh->device_cp[0] ? mesh->device_cp[0]->takes_rows
+                              : links && links->ways[0]->exchange_rows;
 }
 
 /* The device's links when it has two queues that run. */
@@ -201,7 +203,7 @@ ith_mesh ith_mesh_alone(const ith_mesh *mesh)
     m.dp = mesh->world;
     m.cp_rank = 0;
     m.cp_size = m.ulysses_size = 1;
-    m.cp = m.device_cp = NULL;
+    m.cp = m.device_cp[0] = m.device_cp[1] = NULL;
     return m;
 }
 
@@ -272,7 +274,7 @@ static ith_status sum(ith_comm *comm, ith_ctx *ctx, ith_tensor t)
 
 ith_status ith_mesh_sum_cp(const ith_mesh *mesh, ith_ctx *ctx, ith_tensor t)
 {
-    return mesh ? sum(mesh->device_cp, ctx, t) : ITH_OK;
+    return mesh ? sum(mesh->device_cp[0], ctx, t) : ITH_OK;
 }
 
 ith_status ith_mesh_sum_world(const ith_mesh *mesh, ith_ctx *ctx, ith_tensor t)

@@ -14,7 +14,7 @@ typedef struct {
     ith_comm *world, *dp, *cp; /* world is borrowed; all NULL in an imagined mesh */
     /* The same ranks, for memory of the device: [0] on its main queue, [1] on the other one, if
      * there are two. On the CPU, world and cp themselves. */
-    ith_comm *device_world[2], *device_cp;
+    ith_comm *device_world[2], *device_cp[2];
     int64_t world_size, dp_size, cp_size, dp_rank, cp_rank;
     /* Expert parallelism: groups of ep_size neighbours of the world share the experts of a layer;
      * edp are the ranks with the same experts. 1 and NULL: none. */
@@ -146,6 +146,12 @@ bool ith_mesh_takes_rows(const ith_mesh *mesh, const ith_ctx *ctx);
 /* The two queues: exchanges of `beside` follow what was queued before the last fork; await: what is
  * queued from now on follows what was beside at note(mark), mark < ITH_DEVICE_MARKS. Where there is
  * one queue only, and while the plan counts: nothing. */
+enum {
+    ITH_MARK_WEIGHTS = 0, /* + window: a layer is gathered */
+    ITH_MARK_GRADS = 2,   /* + window: its gradients are summed */
+    ITH_MARK_KEYS = 4,    /* of a ring */
+    ITH_MARK_KEY_GRADS = 5
+};
 ith_status ith_mesh_fork(const ith_mesh *mesh, ith_ctx *ctx);
 ith_status ith_mesh_note(const ith_mesh *mesh, ith_ctx *ctx, int mark);
 ith_status ith_mesh_await(const ith_mesh *mesh, ith_ctx *ctx, int mark);

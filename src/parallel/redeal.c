@@ -32,5 +32,5 @@ ith_status ith_redeal_rows(const ith_mesh *mesh, ith_ctx *ctx, const char *name,
         recv_at[j] *= row_bytes;
     }
     ith_exchange x = {in.data, send_at, send_bytes, out->data, recv_at, recv_bytes};
-    return ith_comm_exchange(mesh->device_cp, &x, ctx->err);
+    return ith_comm_exchange(mesh->device_cp[0], &x, ctx->err);
 }

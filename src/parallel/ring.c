@@ -1,9 +1,9 @@
 /* ring.c - stretches against stretches, while keys and values go round.
  * Invariants: 1. a stretch meets its own keys first, of which every query sees one at least
  * (itself), so it has a finite lse before anything is merged.
- * 2. A pass sends to the next ring rank and receives from the one before; the gradient of a rank's
- * keys goes the same way, one step behind them, and ends at home. 3. While the plan counts, one
- * pair of the largest stretches stands for all. */
+ * 2. A pass sends to the next ring rank and receives from the one before, while a device computes;
+ * the gradient of a rank's keys goes the same way, one step behind them, and ends at home. 3. While
+ * the plan counts, one pair of the largest stretches stands for all. */
 #include "parallel/ring.h"
 
 #include <string.h>
@@ -34,8 +34,8 @@ typedef struct {
     ith_qkv x;
     ith_seqs seqs;
     float scale;
-    bool causal, windows; /* windows: the mask is more than causal, or devices have no borders of
-                             stretches */
+    bool causal, windows; /* windows: the mask is more than causal, or a device has the borders of
+                             the batch only */
     T cu;                 /* borders of the documents of a stretch */
     int32_t *host_cu;     /* the same on the host */
 } ring;
@@ -62,8 +62,9 @@ static int64_t rank_at(const ith_mesh *mesh, int64_t step)
     return (ith_ring_rank(mesh) + size - step) % size;
 }
 
-/* Sends `out` to the next ring rank and receives `in` from the one before; contiguous rows. */
-static ith_status pass(const ring *r, T out, T in)
+/* Sends `out` to the next ring rank and receives `in` from the one before, beside what is computed
+ * until the mark is awaited; contiguous rows. */
+static ith_status pass(const ring *r, T out, T in, int mark)
 {
     const ith_mesh *m = r->mesh;
     int64_t u = m->ulysses_size, own = m->cp_rank % u, *lists = m->lists, p = m->cp_size;
@@ -74,7 +75,9 @@ static ith_status pass(const ring *r, T out, T in)
     lists[p + next] = ith_tensor_bytes(out);
     lists[3 * p + before] = ith_tensor_bytes(in);
     ith_exchange x = {out.data, lists, lists + p, in.data, lists + 2 * p, lists + 3 * p};
-    return ith_comm_exchange(m->cp, &x, r->ctx->err);
+    ITH_TRY(ith_mesh_fork(m, r->ctx));
+    ITH_TRY(ith_comm_exchange(m->device_cp[1], &x, r->ctx->err));
+    return ith_mesh_note(m, r->ctx, mark);
 }
 
 /* ---- a pair of stretches ---- */
@@ -268,6 +271,21 @@ static T rows_of(const ring *r, T t, int64_t rank)
     return ith_row_range(t, 0, ith_ring_rows(r->mesh, r->n, rank));
 }
 
+/* While the plan counts: one, which stands for all. */
+static int64_t num_steps(const ring *r)
+{
+    return ith_ctx_counting(r->ctx) ? 1 : ith_ring_size(r->mesh);
+}
+
+/* Behind the keys of step s those of the next one are fetched, if there is one. */
+static ith_status fetch_kv(const ring *r, const T *kv, int64_t s)
+{
+    if (s + 1 == num_steps(r))
+        return ITH_OK;
+    return pass(r, rows_of(r, kv[s % 2], rank_at(r->mesh, s)),
+                rows_of(r, kv[(s + 1) % 2], rank_at(r->mesh, s + 1)), ITH_MARK_KEYS);
+}
+
 static int64_t most_rows(const ring *r)
 {
     return ith_ctx_counting(r->ctx) ? r->rows : ith_ring_most_rows(r->mesh, r->n);
@@ -290,12 +308,12 @@ ith_status ith_ring_attention_forward(const ith_mesh *mesh, ith_ctx *ctx, int64_
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention sum", ITH_F32, 3, o.shape[0],
                              o.shape[1], o.shape[2], 1, &f.o));
     ITH_TRY(pack_kv(&r, kv[0]));
-    ITH_TRY(for_pairs(&r, ith_ring_rank(mesh), forward_pair, &f));
-    for (int64_t s = 1; s < ith_ring_size(mesh) && !ith_ctx_counting(ctx); s++) {
-        T in = rows_of(&r, kv[s % 2], rank_at(mesh, s));
-        ITH_TRY(pass(&r, rows_of(&r, kv[(s + 1) % 2], rank_at(mesh, s - 1)), in));
-        split_kv(in, x.k.shape[1], &f.k, &f.v);
+    for (int64_t s = 0; s < num_steps(&r); s++) {
+        if (s > 0)
+            split_kv(rows_of(&r, kv[s % 2], rank_at(mesh, s)), x.k.shape[1], &f.k, &f.v);
+        ITH_TRY(fetch_kv(&r, kv, s));
         ITH_TRY(for_pairs(&r, rank_at(mesh, s), forward_pair, &f));
+        ITH_TRY(ith_mesh_await(mesh, ctx, ITH_MARK_KEYS));
     }
     if (o.dtype != ITH_F32)
         ITH_TRY(ith_cast(ctx, o, f.o));
@@ -311,7 +329,15 @@ typedef struct {
     T k, v; /* of the running step */
     T o, lse, do_;
     T dq, dk, dv; /* f32 sums */
+    bool travels; /* dk and dv may not have arrived */
 } backward_pass;
+
+static ith_status await_sums(const ring *r, backward_pass *b)
+{
+    ITH_TRY(b->travels ? ith_mesh_await(r->mesh, r->ctx, ITH_MARK_KEY_GRADS) : ITH_OK);
+    b->travels = false;
+    return ITH_OK;
+}
 
 static ith_status add_rows(ith_ctx *ctx, T sum, int64_t first, int64_t end, T part)
 {
@@ -336,32 +362,44 @@ static ith_status backward_pair(ring *r, const pair *p, void *arg)
                                    ith_row_range(b->v, k0, k1), ith_row_range(b->o, q0, q1),
                                    ith_row_range(b->lse, q0, q1), p->seqs, r->scale, p->causal));
     ITH_TRY(add_rows(ctx, b->dq, q0, q1, dq));
+    ITH_TRY(await_sums(r, b));
     ITH_TRY(add_rows(ctx, b->dk, k0, k1, dk));
     ITH_TRY(add_rows(ctx, b->dv, k0, k1, dv));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     return ITH_OK;
 }
 
-/* The other ring ranks' keys against own queries; their gradients travel behind them, and own ones
- * come home into `own`. */
+/* Own queries against the keys of all ring ranks; gradients of keys travel behind these, and own
+ * ones come home to `own`. */
 static ith_status go_round(ring *r, backward_pass *b, const T *kv, const T *dkv, T own)
 {
     const ith_mesh *mesh = r->mesh;
-    int64_t heads = r->x.k.shape[1], size = ith_ring_size(mesh);
-    T home = own;
-    for (int64_t s = 1; s < size; s++) {
-        int64_t rank = rank_at(mesh, s), next = rank_at(mesh, s + 1);
-        T in = rows_of(r, kv[s % 2], rank), sum = rows_of(r, dkv[s % 2], rank);
-        ITH_TRY(pass(r, rows_of(r, kv[(s + 1) % 2], rank_at(mesh, s - 1)), in));
-        if (s == 1)
-            ITH_TRY(ith_zero(r->ctx, sum));
-        split_kv(in, heads, &b->k, &b->v);
+    int64_t heads = r->x.k.shape[1];
+    T sum = own;
+    for (int64_t s = 0; s < num_steps(r); s++) {
+        int64_t rank = rank_at(mesh, s);
+        if (s > 0) {
+            sum = rows_of(r, dkv[s % 2], rank);
+            split_kv(rows_of(r, kv[s % 2], rank), heads, &b->k, &b->v);
+        }
         split_kv(sum, heads, &b->dk, &b->dv);
+        if (s <= 1)
+            ITH_TRY(ith_zero(r->ctx, sum));
+        b->travels = s > 1;
+        ITH_TRY(fetch_kv(r, kv, s));
         ITH_TRY(for_pairs(r, rank, backward_pair, b));
-        home = rows_of(r, dkv[(s + 1) % 2], next);
-        ITH_TRY(pass(r, sum, home));
+        ITH_TRY(await_sums(r, b));
+        if (s > 0) {
+            T next = rows_of(r, dkv[(s + 1) % 2], rank_at(mesh, s + 1));
+            ITH_TRY(pass(r, sum, next, ITH_MARK_KEY_GRADS));
+            sum = next;
+        }
+        ITH_TRY(ith_mesh_await(mesh, r->ctx, ITH_MARK_KEYS));
     }
-    return ith_add(r->ctx, own, own, home);
+    if (ith_ctx_counting(r->ctx))
+        return ITH_OK;
+    ITH_TRY(ith_mesh_await(mesh, r->ctx, ITH_MARK_KEY_GRADS));
+    return ith_add(r->ctx, own, own, sum);
 }
 
 ith_status ith_ring_attention_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv dx,
@@ -386,12 +424,8 @@ ith_status ith_ring_attention_backward(const ith_mesh *mesh, ith_ctx *ctx, int64
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "gradient sum", ITH_F32, 2, r.rows, 2 * width, 1,
                          1, &own));
     ITH_TRY(ith_zero(ctx, b.dq));
-    ITH_TRY(ith_zero(ctx, own));
-    split_kv(own, x.k.shape[1], &b.dk, &b.dv);
     ITH_TRY(pack_kv(&r, kv[0]));
-    ITH_TRY(for_pairs(&r, ith_ring_rank(mesh), backward_pair, &b));
-    if (!ith_ctx_counting(ctx))
-        ITH_TRY(go_round(&r, &b, kv, dkv, own));
+    ITH_TRY(go_round(&r, &b, kv, dkv, own));
     ITH_TRY(ith_cast(ctx, as_2d(dx.q), as_2d(b.dq)));
     ITH_TRY(ith_cast(ctx, as_2d(dx.k), ith_col_range(own, 0, width)));
     ITH_TRY(ith_cast(ctx, as_2d(dx.v), ith_col_range(own, width, 2 * width)));

@@ -208,7 +208,7 @@ static ith_status exchange_direct(const layout *l, ith_ctx *ctx, const T *parts,
             heads_side[k] = rows_of(block_heads(l, &own, theirs, i, 0, count));
         }
     }
-    return ith_comm_exchange_rows(m->device_cp, to_heads ? tokens_side : heads_side,
+    return ith_comm_exchange_rows(m->device_cp[0], to_heads ? tokens_side : heads_side,
                                   to_heads ? heads_side : tokens_side, l->count, ctx->err);
 }
 
@@ -233,7 +233,7 @@ static ith_status exchange(const layout *l, ith_ctx *ctx, T staging, T rows, boo
     }
     ith_exchange forth = {staging.data, staged_at, staged_bytes, rows.data, rows_at, rows_bytes};
     ith_exchange back = {rows.data, rows_at, rows_bytes, staging.data, staged_at, staged_bytes};
-    return ith_comm_exchange(m->device_cp, to_heads ? &forth : &back, ctx->err);
+    return ith_comm_exchange(m->device_cp[0], to_heads ? &forth : &back, ctx->err);
 }
 
 static ith_status push_staging(const layout *l, ith_ctx *ctx, T *out)

@@ -465,19 +465,12 @@ static ith_status choose_scheme(ith_trainer *t, ith_error *err)
                                            ITH_RING_MIXED};
     const ith_config *c = t->config;
     const ith_hf_config *hf = &t->hf;
-    const ith_backend *backend = t->session.ctx.backend;
-    bool rings =
-        hf->family == ITH_FAMILY_LLADA2 ? backend->windows : backend->attention_merge.run != NULL;
     bool in_order = hf->linear_num_value_heads > 0; /* states pass from slice to slice */
     ith_ring_wish wish = wishes[c->cp_mode];
     if (t->layout.cp_size == 1)
         return ITH_OK;
-    if (!rings && (wish == ITH_RING_ONLY || wish == ITH_RING_MIXED))
-        return ith_config_fail(c, "cp_mode", err,
-                               "rings are not built for %s on %s (use auto or ulysses)",
-                               hf->model_type, backend->name);
-    if (!rings)
-        wish = ITH_RING_NEVER;
+    if (wish == ITH_RING_AUTO && t->session.cuda && t->layout.cp_size <= hf->num_attention_heads)
+        wish = ITH_RING_NEVER; /* over fast links a whole attention beats its parts */
     int64_t bytes = ith_config_param_dtype(c) == ITH_DTYPE_F32 ? 4 : 2;
     int64_t u = ith_ring_choose(hf->num_attention_heads, hf->num_key_value_heads, hf->head_dim,
                                 t->layout.cp_size, bytes, wish, in_order);
@@ -487,11 +480,10 @@ static ith_status choose_scheme(ith_trainer *t, ith_error *err)
                                "num_attention_heads %lld (use auto)",
                                (long long)t->layout.cp_size, (long long)hf->num_attention_heads);
     if (!u)
-        return ith_config_fail(
-            c, "cp_size", err,
-            "%lld is more than num_attention_heads %lld (use at most that many%s)",
-            (long long)t->layout.cp_size, (long long)hf->num_attention_heads,
-            rings ? ", or cp_mode auto" : "");
+        return ith_config_fail(c, "cp_size", err,
+                               "%lld is more than num_attention_heads %lld (use at most that many, "
+                               "or cp_mode auto)",
+                               (long long)t->layout.cp_size, (long long)hf->num_attention_heads);
     ith_mesh_set_ulysses(&t->mesh_store, u, in_order);
     return ITH_OK;
 }
@@ -676,7 +668,6 @@ ith_status ith_trainer_open_document(ith_trainer *t, const ith_config *config, c
                              t->hf.model_type));
     ITH_TRY_OUT(check_mesh(t, err));
     ITH_TRY_OUT(open_session(t, true, err));
-    ITH_TRY_OUT(check_gpu_mesh(t, err));
     ITH_TRY_OUT(choose_scheme(t, err));
     ITH_TRY_OUT(open_links(t, err));
     ITH_TRY_OUT(open_step(t,

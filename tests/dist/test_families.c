@@ -483,9 +483,9 @@ static void open_mesh(ith_mesh *mesh, const run *alone, layout l)
     if (l.ep)
         assert_ok(ith_mesh_set_experts(mesh, l.ep, &err), err);
     if (session.cuda)
-        assert_ok(ith_mesh_open_device(mesh, session.ctx.device,
-                                       l.zero >= 2 || l.ulysses < l.cp, &err),
-                  err);
+        assert_ok(
+            ith_mesh_open_device(mesh, session.ctx.device, l.zero >= 2 || l.ulysses < l.cp, &err),
+            err);
 }
 
 static bool thorough; /* every layout, twice: tests of the label `long` */

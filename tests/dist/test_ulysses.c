@@ -132,12 +132,12 @@ static void walk(layer *x)
         fill(x->o, 2, 0, x->own.q_first, 1);
     }
     x->o_back = ith_tensor_none();
-    x->sent = mesh.device_cp->bytes_sent;
+    x->sent = mesh.device_cp[0]->bytes_sent;
     assert_ok(ith_ulysses_to_heads(&mesh, &x->ctx, x->n, x->in, &x->all), err);
     assert_ok(
         ith_ulysses_to_tokens(&mesh, &x->ctx, x->n, x->h.q_heads, x->h.kv_heads, x->o, &x->o_back),
         err);
-    x->sent = mesh.device_cp->bytes_sent - x->sent;
+    x->sent = mesh.device_cp[0]->bytes_sent - x->sent;
     assert_ok(
         ith_ulysses_to_tokens_backward(&mesh, &x->ctx, x->n, x->h.kv_heads, x->do_, &x->do_all),
         err);
@@ -317,7 +317,7 @@ static void test_exchanges_of_rows_are_exact(void **state)
         skip();
     device = &twin;
     assert_ok(ith_mesh_open_device(&mesh, device, false, &err), err);
-    assert_true(mesh.device_cp->takes_rows);
+    assert_true(mesh.device_cp[0]->takes_rows);
     run_all();
     run_parts();
     ith_mesh_close_device(&mesh);

@@ -370,7 +370,6 @@ static ith_status attention_merge(ith_ctx *ctx, ith_tensor o, ith_tensor lse, it
 
 void ith_cuda_fill_attention(struct ith_backend *b)
 {
-    b->windows = true;
     b->attention_merge.run = attention_merge;
     b->attention_forward.run = attention_forward;
     b->attention_forward.workspace = attention_forward_workspace;

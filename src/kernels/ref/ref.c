@@ -286,7 +286,6 @@ const ith_backend *ith_backend_ref(void)
 {
     static const ith_backend table = {
         .name = "ref",
-        .windows = true,
         .embedding_forward = {embedding_forward, NULL},
         .embedding_backward = {embedding_backward, NULL},
         .rmsnorm_forward = {rmsnorm_forward, NULL},
