@@ -1,9 +1,9 @@
 /* device.h - where memory lives and how it moves. The CPU is always there; a plug-in registers
  * others.
  *
- * Copies and fills are queued on the device's main stream in program order with the operators;
- * `sync` waits. Host buffers of upload and download may be reused after the next sync. On the CPU
- * everything is immediate. */
+ * Copies and fills are queued on the device's main queue in program order with the operators;
+ * `sync` waits for it. Host buffers of upload and download may be reused after the next sync. On
+ * the CPU everything is immediate. */
 #ifndef ITH_BASE_DEVICE_H
 #define ITH_BASE_DEVICE_H
 
@@ -32,6 +32,10 @@ typedef struct {
 } ith_strided;
 #define ITH_MAX_PIECES 5 /* of a block that is rows */
 
+/* Queues beside the main one: copies to and from the host; exchanges of groups opened `beside`. */
+typedef enum { ITH_QUEUE_COPIES, ITH_QUEUE_LINKS, ITH_QUEUES } ith_queue;
+#define ITH_QUEUE_MARKS 6 /* of each */
+
 struct ith_device {
     const char *name; /* "cpu", "cuda:0" */
     void *state;
@@ -52,12 +56,15 @@ struct ith_device {
     /* Optional (NULL: plain memory): host memory that copies fast and without waiting. */
     ith_status (*alloc_host)(ith_device *d, int64_t bytes, void **out, ith_error *err);
     void (*free_host)(ith_device *d, void *ptr);
-    /* Optional (NULL): a copy to or from pinned host memory beside the main stream. It begins after
-     * what the main stream was given so far, and after other copies aside; the main stream goes on
-     * until await_aside(slot), slot 0 or 1, makes it wait for the slot's last copy. */
-    ith_status (*copy_aside)(ith_device *d, int slot, void *dst, const void *src, int64_t bytes,
-                             bool to_host, ith_error *err);
-    ith_status (*await_aside)(ith_device *d, int slot, ith_error *err);
+    /* Optional, all or none: other queues beside the main one. fork: the queue goes on behind what
+     * the main one has now. note: marks what the queue has now. await: the main queue goes on
+     * behind the mark; one that was never noted is no wait. copy_beside: to or from pinned host
+     * memory, on ITH_QUEUE_COPIES. */
+    ith_status (*fork)(ith_device *d, ith_queue queue, ith_error *err);
+    ith_status (*note)(ith_device *d, ith_queue queue, int mark, ith_error *err);
+    ith_status (*await)(ith_device *d, ith_queue queue, int mark, ith_error *err);
+    ith_status (*copy_beside)(ith_device *d, void *dst, const void *src, int64_t bytes,
+                              bool to_host, ith_error *err);
     /* Optional (NULL): records stamp idx in stream order; milliseconds between two stamps, after a
      * sync. */
     ith_status (*stamp)(ith_device *d, int64_t idx, ith_error *err);
@@ -68,7 +75,6 @@ struct ith_device {
 
 #define ITH_DEVICE_UUID_BYTES 16
 #define ITH_DEVICE_GROUP_ID_BYTES 128
-#define ITH_DEVICE_MARKS 6
 
 /* One way for the devices of a group to reach each other: what comm/comm_device.c stands on. A
  * group is opened by all its ranks, each with its own device. */
@@ -76,9 +82,9 @@ typedef struct {
     const char *name; /* "peer", "nccl" */
     /* Called by one rank, which tells the others. */
     ith_status (*new_group)(ith_device *d, char id[ITH_DEVICE_GROUP_ID_BYTES], ith_error *err);
-    /* Waits for all ranks. beside: exchanges of the group are queued beside the main queue, see
-     * below. lost(arg, why) is called once, from another thread, when a rank does not answer for
-     * timeout_s seconds (0: never) or a connection broke: then nothing that is queued will end. */
+    /* Waits for all ranks. beside: exchanges of the group go to ITH_QUEUE_LINKS. lost(arg, why) is
+     * called once, from another thread, when a rank does not answer for timeout_s seconds (0:
+     * never) or a connection broke: then nothing that is queued will end. */
     ith_status (*open_group)(ith_device *d, const char id[ITH_DEVICE_GROUP_ID_BYTES], int64_t rank,
                              int64_t size, bool beside, double timeout_s,
                              void (*lost)(void *, const char *), void *arg, void **group,
@@ -108,11 +114,6 @@ struct ith_device_links {
     ith_status (*add_parts)(ith_device *d, void *group, void *to, bool add, const void *own,
                             const void *parts, int64_t stride, int64_t n, bool wide,
                             ith_error *err);
-    /* The queue beside the main one: fork makes it wait for what the main queue has now; note marks
-     * what it has itself; await makes the main queue wait for the mark. */
-    ith_status (*fork)(ith_device *d, ith_error *err);
-    ith_status (*note)(ith_device *d, int mark, ith_error *err);
-    ith_status (*await)(ith_device *d, int mark, ith_error *err);
 };
 
 /* The host itself; never destroyed. */

@@ -23,6 +23,15 @@ ith_status ith_offload_open(ith_model *m, ith_ctx *ctx, int64_t t, bool training
                         m->config->hidden_size, 1, &m->offload);
 }
 
+/* The last copy of the layer's buffer. */
+static ith_status await_copy(ith_ctx *ctx, int64_t l)
+{
+    ith_device *d = ctx->device;
+    return ith_ctx_counting(ctx) || !d->await
+               ? ITH_OK
+               : d->await(d, ITH_QUEUE_COPIES, (int)(l % 2), ctx->err);
+}
+
 ith_status ith_offload_stage(ith_model *m, ith_ctx *ctx, int64_t l)
 {
     ith_layer_acts *a = &m->acts[l];
@@ -30,9 +39,7 @@ ith_status ith_offload_stage(ith_model *m, ith_ctx *ctx, int64_t l)
     a->x = ith_tensor_2d(slot.data, slot.dtype, slot.shape[1], slot.shape[2]);
     ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "layer input", ith_tensor_bytes(a->x),
                           &a->host_x, ctx->err));
-    if (ith_ctx_counting(ctx) || !ctx->device->copy_aside)
-        return ITH_OK;
-    return ctx->device->await_aside(ctx->device, (int)(l % 2), ctx->err);
+    return await_copy(ctx, l);
 }
 
 static ith_status copy(ith_model *m, ith_ctx *ctx, int64_t l, bool to_host)
@@ -44,10 +51,12 @@ static ith_status copy(ith_model *m, ith_ctx *ctx, int64_t l, bool to_host)
     int64_t bytes = ith_tensor_bytes(a->x);
     if (ith_ctx_counting(ctx))
         return ITH_OK;
-    if (d->copy_aside)
-        return d->copy_aside(d, (int)(l % 2), to, from, bytes, to_host, ctx->err);
-    return to_host ? d->download(d, to, from, bytes, ctx->err)
-                   : d->upload(d, to, from, bytes, ctx->err);
+    if (!d->copy_beside)
+        return to_host ? d->download(d, to, from, bytes, ctx->err)
+                       : d->upload(d, to, from, bytes, ctx->err);
+    ITH_TRY(d->fork(d, ITH_QUEUE_COPIES, ctx->err));
+    ITH_TRY(d->copy_beside(d, to, from, bytes, to_host, ctx->err));
+    return d->note(d, ITH_QUEUE_COPIES, (int)(l % 2), ctx->err);
 }
 
 ith_status ith_offload_save(ith_model *m, ith_ctx *ctx, int64_t l)
@@ -60,8 +69,7 @@ ith_status ith_offload_fetch(ith_model *m, ith_ctx *ctx, int64_t l)
     if (m->acts[l].host_x) {
         if (m->offload_coming != l)
             ITH_TRY(copy(m, ctx, l, false));
-        if (!ith_ctx_counting(ctx) && ctx->device->copy_aside)
-            ITH_TRY(ctx->device->await_aside(ctx->device, (int)(l % 2), ctx->err));
+        ITH_TRY(await_copy(ctx, l));
     }
     if (!on_host(m, l - 1))
         return ITH_OK;

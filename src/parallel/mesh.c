@@ -124,30 +124,31 @@ bool ith_mesh_takes_rows(const ith_mesh *mesh, const ith_ctx *ctx)
                               : links && links->ways[0]->exchange_rows;
 }
 
-/* The device's links when it has two queues that run. */
-static const ith_device_links *queues(const ith_mesh *mesh, const ith_ctx *ctx)
+/* The device when exchanges have a queue of their own, which runs. */
+static ith_device *forks(const ith_mesh *mesh, const ith_ctx *ctx)
 {
-    return mesh && mesh->device_world[1] != mesh->device_world[0] && !ith_ctx_counting(ctx)
-               ? ctx->device->links
+    return mesh && mesh->device_world[1] != mesh->device_world[0] && !ith_ctx_counting(ctx) &&
+                   ctx->device->fork
+               ? ctx->device
                : NULL;
 }
 
 ith_status ith_mesh_fork(const ith_mesh *mesh, ith_ctx *ctx)
 {
-    const ith_device_links *links = queues(mesh, ctx);
-    return links ? links->fork(ctx->device, ctx->err) : ITH_OK;
+    ith_device *d = forks(mesh, ctx);
+    return d ? d->fork(d, ITH_QUEUE_LINKS, ctx->err) : ITH_OK;
 }
 
 ith_status ith_mesh_note(const ith_mesh *mesh, ith_ctx *ctx, int mark)
 {
-    const ith_device_links *links = queues(mesh, ctx);
-    return links ? links->note(ctx->device, mark, ctx->err) : ITH_OK;
+    ith_device *d = forks(mesh, ctx);
+    return d ? d->note(d, ITH_QUEUE_LINKS, mark, ctx->err) : ITH_OK;
 }
 
 ith_status ith_mesh_await(const ith_mesh *mesh, ith_ctx *ctx, int mark)
 {
-    const ith_device_links *links = queues(mesh, ctx);
-    return links ? links->await(ctx->device, mark, ctx->err) : ITH_OK;
+    ith_device *d = forks(mesh, ctx);
+    return d ? d->await(d, ITH_QUEUE_LINKS, mark, ctx->err) : ITH_OK;
 }
 
 void ith_mesh_imagine(ith_mesh *mesh, int64_t world_size, int64_t cp_size)

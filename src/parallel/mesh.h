@@ -143,9 +143,9 @@ void ith_cp_stretches(const ith_mesh *mesh, int64_t n, ith_stretch out[2]);
  * mesh: whether they will when the device's first way works. */
 bool ith_mesh_takes_rows(const ith_mesh *mesh, const ith_ctx *ctx);
 
-/* The two queues: exchanges of `beside` follow what was queued before the last fork; await: what is
- * queued from now on follows what was beside at note(mark), mark < ITH_DEVICE_MARKS. Where there is
- * one queue only, and while the plan counts: nothing. */
+/* The two queues: exchanges of groups [1] follow what was queued before the last fork; await: what
+ * is queued from now on follows what was beside at note(mark). Where there is one queue only, and
+ * while the plan counts: nothing. */
 enum {
     ITH_MARK_WEIGHTS = 0, /* + window: a layer is gathered */
     ITH_MARK_GRADS = 2,   /* + window: its gradients are summed */

@@ -30,12 +30,12 @@ typedef struct {
     cudnnHandle_t dnn;
     ith_matmul_cache *matmuls;
     ith_sdpa_cache *sdpas;
-    cudaStream_t beside; /* exchanges beside the main stream; NULL until a group wants it */
-    cudaEvent_t forked, marks[ITH_DEVICE_MARKS];
+    struct {
+        cudaStream_t stream;
+        cudaEvent_t forked, marks[ITH_QUEUE_MARKS];
+    } queues[ITH_QUEUES];
     cudaEvent_t *stamps; /* made as they are asked for: profiling only */
     int64_t num_stamps, cap_stamps;
-    cudaStream_t aside; /* copies to and from the host beside the stream */
-    cudaEvent_t so_far, copied[2];
 } ith_cuda;
 
 /* Blocks that fill an H200 (132 multiprocessors) at full occupancy. A constant, not read off the

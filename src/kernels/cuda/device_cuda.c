@@ -168,28 +168,43 @@ static void cuda_free_host(ith_device *d, void *ptr)
     munmap(base, (size_t)all);
 }
 
-static ith_status cuda_copy_aside(ith_device *d, int slot, void *dst, const void *src,
-                                  int64_t bytes, bool to_host, ith_error *err)
+/* ---- other queues ---- */
+
+static ith_status cuda_fork(ith_device *d, ith_queue queue, ith_error *err)
 {
     ith_cuda *cuda = cuda_of(d);
-    cudaError_t code = cudaEventRecord(cuda->so_far, cuda->stream);
-    ITH_ASSERT(slot == 0 || slot == 1);
+    cudaError_t code = cudaEventRecord(cuda->queues[queue].forked, cuda->stream);
     if (code == cudaSuccess)
-        code = cudaStreamWaitEvent(cuda->aside, cuda->so_far, 0);
-    if (code == cudaSuccess)
-        code =
-            cudaMemcpyAsync(dst, src, (size_t)bytes,
-                            to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice, cuda->aside);
-    if (code == cudaSuccess)
-        code = cudaEventRecord(cuda->copied[slot], cuda->aside);
-    return check_bytes(d, code, "copy aside", bytes, err);
+        code = cudaStreamWaitEvent(cuda->queues[queue].stream, cuda->queues[queue].forked, 0);
+    return check_bytes(d, code, "fork of a queue", 0, err);
 }
 
-static ith_status cuda_await_aside(ith_device *d, int slot, ith_error *err)
+static ith_status cuda_note(ith_device *d, ith_queue queue, int mark, ith_error *err)
 {
     ith_cuda *cuda = cuda_of(d);
-    return check_bytes(d, cudaStreamWaitEvent(cuda->stream, cuda->copied[slot], 0),
-                       "wait for a copy", 0, err);
+    ITH_ASSERT(mark >= 0 && mark < ITH_QUEUE_MARKS);
+    return check_bytes(d,
+                       cudaEventRecord(cuda->queues[queue].marks[mark], cuda->queues[queue].stream),
+                       "mark of a queue", 0, err);
+}
+
+/* An event that was never recorded is no wait. */
+static ith_status cuda_await(ith_device *d, ith_queue queue, int mark, ith_error *err)
+{
+    ith_cuda *cuda = cuda_of(d);
+    ITH_ASSERT(mark >= 0 && mark < ITH_QUEUE_MARKS);
+    return check_bytes(d, cudaStreamWaitEvent(cuda->stream, cuda->queues[queue].marks[mark], 0),
+                       "wait for a queue", 0, err);
+}
+
+static ith_status cuda_copy_beside(ith_device *d, void *dst, const void *src, int64_t bytes,
+                                   bool to_host, ith_error *err)
+{
+    return check_bytes(d,
+                       cudaMemcpyAsync(dst, src, (size_t)bytes,
+                                       to_host ? cudaMemcpyDeviceToHost : cudaMemcpyHostToDevice,
+                                       cuda_of(d)->queues[ITH_QUEUE_COPIES].stream),
+                       "copy beside", bytes, err);
 }
 
 static ith_status cuda_stamp(ith_device *d, int64_t idx, ith_error *err)
@@ -269,8 +284,10 @@ static void fill_device(ith_cuda *cuda)
                        .memory = cuda_memory,
                        .alloc_host = cuda_alloc_host,
                        .free_host = cuda_free_host,
-                       .copy_aside = cuda_copy_aside,
-                       .await_aside = cuda_await_aside,
+                       .fork = cuda_fork,
+                       .note = cuda_note,
+                       .await = cuda_await,
+                       .copy_beside = cuda_copy_beside,
                        .stamp = cuda_stamp,
                        .elapsed = cuda_elapsed,
                        .copy_rows = cuda_copy_rows,
@@ -298,6 +315,26 @@ static ith_status check_runtime(cudaError_t code, const char *what, ith_error *e
     return ith_fail(err, ITH_ERR_UNSUPPORTED, "CUDA: %s: %s", what, cudaGetErrorString(code));
 }
 
+/* Small kernels between exchanges go before those of the main queue. */
+static ith_status open_queues(ith_cuda *cuda, ith_error *err)
+{
+    int low = 0, high = 0;
+    ITH_TRY(check_runtime(cudaDeviceGetStreamPriorityRange(&low, &high), "stream", err));
+    for (int q = 0; q < ITH_QUEUES; q++) {
+        ITH_TRY(check_runtime(cudaStreamCreateWithPriority(&cuda->queues[q].stream,
+                                                           cudaStreamNonBlocking,
+                                                           q == ITH_QUEUE_LINKS ? high : low),
+                              "stream", err));
+        for (int i = 0; i <= ITH_QUEUE_MARKS; i++)
+            ITH_TRY(check_runtime(cudaEventCreateWithFlags(i < ITH_QUEUE_MARKS
+                                                               ? &cuda->queues[q].marks[i]
+                                                               : &cuda->queues[q].forked,
+                                                           cudaEventDisableTiming),
+                                  "event", err));
+    }
+    return ITH_OK;
+}
+
 static ith_status open_device(ith_cuda *cuda, ith_error *err)
 {
     int count = 0;
@@ -317,15 +354,9 @@ static ith_status open_device(ith_cuda *cuda, ith_error *err)
                         "CUDA device %d is %s (compute capability %d.%d); this build is for 9.0",
                         cuda->index, props.name, props.major, props.minor);
     ITH_TRY(check_runtime(cudaSetDevice(cuda->index), "device", err));
-    cudaStream_t *streams[] = {&cuda->stream, &cuda->aside};
-    for (int i = 0; i < 2; i++)
-        ITH_TRY(check_runtime(cudaStreamCreateWithFlags(streams[i], cudaStreamNonBlocking),
-                              "stream", err));
-    cudaEvent_t *events[] = {&cuda->so_far, &cuda->copied[0], &cuda->copied[1]};
-    for (int i = 0; i < 3; i++)
-        ITH_TRY(check_runtime(cudaEventCreateWithFlags(events[i], cudaEventDisableTiming), "event",
-                              err));
-    return ITH_OK;
+    ITH_TRY(check_runtime(cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking), "stream",
+                          err));
+    return open_queues(cuda, err);
 }
 
 static ith_status open_libraries(ith_cuda *cuda, ith_error *err)
@@ -344,35 +375,37 @@ static ith_status open_libraries(ith_cuda *cuda, ith_error *err)
     return ith_sdpa_cache_create(&cuda->sdpas, err);
 }
 
+static void close_queues(ith_cuda *cuda)
+{
+    for (int q = 0; q < ITH_QUEUES; q++) {
+        for (int i = 0; i < ITH_QUEUE_MARKS; i++)
+            if (cuda->queues[q].marks[i])
+                (void)cudaEventDestroy(cuda->queues[q].marks[i]);
+        if (cuda->queues[q].forked)
+            (void)cudaEventDestroy(cuda->queues[q].forked);
+        if (cuda->queues[q].stream)
+            (void)cudaStreamDestroy(cuda->queues[q].stream);
+    }
+}
+
 static void close_cuda(ith_cuda *cuda)
 {
     if (cuda->stream)
         (void)cudaStreamSynchronize(cuda->stream);
-    if (cuda->aside)
-        (void)cudaStreamSynchronize(cuda->aside);
+    if (cuda->queues[ITH_QUEUE_COPIES].stream)
+        (void)cudaStreamSynchronize(cuda->queues[ITH_QUEUE_COPIES].stream);
     for (int64_t i = 0; i < cuda->num_stamps; i++)
         (void)cudaEventDestroy(cuda->stamps[i]);
     ith_free(cuda->stamps);
-    for (int i = 0; cuda->beside && i < ITH_DEVICE_MARKS; i++)
-        (void)cudaEventDestroy(cuda->marks[i]);
-    if (cuda->beside) {
-        (void)cudaEventDestroy(cuda->forked);
-        (void)cudaStreamDestroy(cuda->beside);
-    }
     ith_sdpa_cache_destroy(cuda->sdpas, cuda->libs);
     ith_matmul_cache_destroy(cuda->matmuls, cuda->libs);
     if (cuda->dnn)
         (void)cuda->libs->cudnnDestroy(cuda->dnn);
     if (cuda->lt)
         (void)cuda->libs->cublasLtDestroy(cuda->lt);
-    const cudaStream_t streams[] = {cuda->stream, cuda->aside};
-    const cudaEvent_t events[] = {cuda->so_far, cuda->copied[0], cuda->copied[1]};
-    for (int i = 0; i < 2; i++)
-        if (streams[i])
-            (void)cudaStreamDestroy(streams[i]);
-    for (int i = 0; i < 3; i++)
-        if (events[i])
-            (void)cudaEventDestroy(events[i]);
+    close_queues(cuda);
+    if (cuda->stream)
+        (void)cudaStreamDestroy(cuda->stream);
     ith_free(cuda);
 }
 

@@ -1,4 +1,4 @@
-/* links_cuda.c - groups of GPUs: the watch, sums, the stream beside; nccl_cuda.c and peer_cuda.c
+/* links_cuda.c - groups of GPUs: the watch and sums; nccl_cuda.c and peer_cuda.c
  * are the ways. */
 #include "kernels/cuda/links_cuda.h"
 
@@ -52,46 +52,6 @@ ith_status ith_cuda_driver_open(ith_cuda_driver *out, ith_error *err)
     return find("cuPointerGetAttributes", &out->attributes, err);
 }
 
-/* ---- the stream beside ---- */
-
-static ith_status open_beside(ith_cuda *cuda, ith_error *err)
-{
-    if (cuda->beside)
-        return ITH_OK;
-    for (int i = 0; i <= ITH_DEVICE_MARKS; i++)
-        ITH_TRY(ith_cuda_link_check(
-            cudaEventCreateWithFlags(i < ITH_DEVICE_MARKS ? &cuda->marks[i] : &cuda->forked,
-                                     cudaEventDisableTiming),
-            "event", err));
-    int low = 0, high = 0;
-    ITH_TRY(ith_cuda_link_check(cudaDeviceGetStreamPriorityRange(&low, &high), "stream", err));
-    return ith_cuda_link_check(
-        cudaStreamCreateWithPriority(&cuda->beside, cudaStreamNonBlocking, high), "stream", err);
-}
-
-static ith_status fork_beside(ith_device *d, ith_error *err)
-{
-    const ith_cuda *cuda = d->state;
-    ITH_TRY(ith_cuda_link_check(cudaEventRecord(cuda->forked, cuda->stream), "event", err));
-    return ith_cuda_link_check(cudaStreamWaitEvent(cuda->beside, cuda->forked, 0), "event", err);
-}
-
-static ith_status note(ith_device *d, int mark, ith_error *err)
-{
-    const ith_cuda *cuda = d->state;
-    ITH_ASSERT(mark >= 0 && mark < ITH_DEVICE_MARKS);
-    return ith_cuda_link_check(cudaEventRecord(cuda->marks[mark], cuda->beside), "event", err);
-}
-
-/* An event that was never recorded is no wait. */
-static ith_status await(ith_device *d, int mark, ith_error *err)
-{
-    const ith_cuda *cuda = d->state;
-    ITH_ASSERT(mark >= 0 && mark < ITH_DEVICE_MARKS);
-    return ith_cuda_link_check(cudaStreamWaitEvent(cuda->stream, cuda->marks[mark], 0), "event",
-                               err);
-}
-
 /* ---- the watch ---- */
 
 /* What is wrong with the group, if something is. begun: the exchange seen at the look before, since
@@ -137,9 +97,8 @@ static void *watch(void *arg)
     return NULL;
 }
 
-ith_status ith_cuda_group_init(ith_cuda_group *g, ith_device *d, int64_t rank, int64_t size,
-                               bool beside, double timeout_s, void (*lost)(void *, const char *),
-                               void *arg, ith_error *err)
+void ith_cuda_group_init(ith_cuda_group *g, ith_device *d, int64_t rank, int64_t size, bool beside,
+                         double timeout_s, void (*lost)(void *, const char *), void *arg)
 {
     g->cuda = d->state;
     g->rank = ith_narrow(rank);
@@ -147,10 +106,7 @@ ith_status ith_cuda_group_init(ith_cuda_group *g, ith_device *d, int64_t rank, i
     g->timeout_s = timeout_s;
     g->lost = lost;
     g->arg = arg;
-    if (beside)
-        ITH_TRY(open_beside(g->cuda, err));
-    g->stream = beside ? g->cuda->beside : g->cuda->stream;
-    return ITH_OK;
+    g->stream = beside ? g->cuda->queues[ITH_QUEUE_LINKS].stream : g->cuda->stream;
 }
 
 ith_status ith_cuda_group_watch(ith_cuda_group *g, ith_error *err)
@@ -203,9 +159,5 @@ static ith_status add_parts(ith_device *d, void *group, void *to, bool add, cons
     return ith_cuda_link_check(cudaGetLastError(), "sum over ranks", err);
 }
 
-const ith_device_links ith_cuda_links = {.ways = {&ith_cuda_way_peer, &ith_cuda_way_nccl},
-                                         .identify = identify,
-                                         .add_parts = add_parts,
-                                         .fork = fork_beside,
-                                         .note = note,
-                                         .await = await};
+const ith_device_links ith_cuda_links = {
+    .ways = {&ith_cuda_way_peer, &ith_cuda_way_nccl}, .identify = identify, .add_parts = add_parts};

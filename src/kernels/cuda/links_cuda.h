@@ -39,9 +39,8 @@ typedef struct {
 
 ith_status ith_cuda_driver_open(ith_cuda_driver *out, ith_error *err);
 /* Fills all but the words and `broken`. */
-ith_status ith_cuda_group_init(ith_cuda_group *g, ith_device *d, int64_t rank, int64_t size,
-                               bool beside, double timeout_s, void (*lost)(void *, const char *),
-                               void *arg, ith_error *err);
+void ith_cuda_group_init(ith_cuda_group *g, ith_device *d, int64_t rank, int64_t size, bool beside,
+                         double timeout_s, void (*lost)(void *, const char *), void *arg);
 /* With the words at zero: the watch begins. */
 ith_status ith_cuda_group_watch(ith_cuda_group *g, ith_error *err);
 void ith_cuda_group_unwatch(ith_cuda_group *g);

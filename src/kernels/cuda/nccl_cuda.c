@@ -156,7 +156,7 @@ static ith_status open_group(ith_device *d, const char id[ITH_DEVICE_GROUP_ID_BY
     void *words = NULL;
     ith_status status = ITH_OK;
     ITH_TRY(ith_alloc_zero((void **)&g, 1, sizeof *g, "NCCL group", err));
-    ITH_TRY_OUT(ith_cuda_group_init(&g->group, d, rank, size, beside, timeout_s, lost, arg, err));
+    ith_cuda_group_init(&g->group, d, rank, size, beside, timeout_s, lost, arg);
     ITH_TRY_OUT(ith_nccl_open(&g->nccl, err));
     ITH_TRY_OUT(ith_cuda_driver_open(&g->driver, err));
     ITH_TRY_OUT(ith_cuda_link_check(

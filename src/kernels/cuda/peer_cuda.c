@@ -400,7 +400,7 @@ static ith_status open_group(ith_device *d, const char id[ITH_DEVICE_GROUP_ID_BY
         return ith_fail(err, ITH_ERR_UNSUPPORTED, "%lld ranks (use at most %d)", (long long)size,
                         MAX_RANKS);
     ITH_TRY(ith_alloc_zero((void **)&g, 1, sizeof *g, "group of GPUs", err));
-    ITH_TRY_OUT(ith_cuda_group_init(&g->group, d, rank, size, beside, timeout_s, lost, arg, err));
+    ith_cuda_group_init(&g->group, d, rank, size, beside, timeout_s, lost, arg);
     status = join(g, id, err);
     if (status != ITH_OK && g->seats)
         give_up(g);
