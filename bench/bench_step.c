@@ -10,9 +10,10 @@
  * of the model, where all of them are too many.
  *
  * Under mpirun the ranks share the work: [cp=1] ranks a sequence, of which [ulysses=cp] neighbours
- * exchange heads and the rest is a ring, the others other sequences; [zero=0]. Tokens per second
- * are those of all ranks; what rank 0 sends in a step, and on CPUs how long its exchanges take,
- * waiting for the others included, are told apart.
+ * exchange heads and the rest is a ring, the others other sequences; [zero=0]; [ep=1] ranks share
+ * the experts of a layer (with zero=3). Tokens per second are those of all ranks; what rank 0 sends
+ * in a step, and on CPUs how long its exchanges take, waiting for the others included, are told
+ * apart.
  *
  * Every token is real (no padding) and labelled. Prints the median step, tokens per second, share
  * of the measured matmul rate and planned memory; with profile=1 the time by operator, its sum
@@ -31,7 +32,7 @@
 
 typedef struct {
     char model[32], csv[256];
-    int64_t batch, seq, steps, warm, chunk, vocab, memory_gib, cp, ulysses, zero, layers, accum,
+    int64_t batch, seq, steps, warm, chunk, vocab, memory_gib, cp, ulysses, zero, ep, layers, accum,
         block;
     int keep, threads;
     ith_use_device device;
@@ -89,6 +90,7 @@ static options parse(int argc, char **argv)
                  .cp = 1,
                  .accum = 1,
                  .block = 32,
+                 .ep = 1,
                  .keep = -1,
                  .dtype = ITH_BF16};
     for (int i = 1; i < argc; i++) {
@@ -100,7 +102,7 @@ static options parse(int argc, char **argv)
                        {"warm", &o.warm},         {"chunk", &o.chunk},   {"vocab", &o.vocab},
                        {"memory", &o.memory_gib}, {"cp", &o.cp},         {"ulysses", &o.ulysses},
                        {"zero", &o.zero},         {"layers", &o.layers}, {"accum", &o.accum},
-                       {"block", &o.block}};
+                       {"block", &o.block},       {"ep", &o.ep}};
         bool found = false;
         for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
             if (is(a, numbers[k].key, &v)) {
@@ -218,18 +220,27 @@ typedef struct {
 static traffic traffic_of(const ith_mesh *m)
 {
     traffic t = {0, 0};
-    const ith_comm *const groups[] = {
-        m->world,
-        m->cp,
-        m->dp,
-        m->device_world == m->world ? NULL : m->device_world,
-        m->device_cp == m->cp || m->device_cp == m->device_world ? NULL : m->device_cp,
-        m->beside == m->device_world ? NULL : m->beside};
-    for (int i = 0; i < 6; i++)
-        if (groups[i]) {
+    const ith_comm *const groups[] = {m->world,
+                                      m->cp,
+                                      m->dp,
+                                      m->ep,
+                                      m->edp,
+                                      m->device_world[0],
+                                      m->device_world[1],
+                                      m->device_cp[0],
+                                      m->device_cp[1],
+                                      m->device_ep,
+                                      m->device_edp[0],
+                                      m->device_edp[1]};
+    for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
+        bool counted = !groups[i];
+        for (size_t k = 0; k < i; k++) /* a group may serve as several */
+            counted |= groups[k] == groups[i];
+        if (!counted) {
             t.bytes += (double)groups[i]->bytes_sent;
             t.seconds += groups[i]->seconds;
         }
+    }
     return t;
 }
 
@@ -317,6 +328,7 @@ int main(int argc, char **argv)
         mesh = &mesh_store;
         check(ith_mesh_open(mesh, world, o.cp, &err));
         ith_mesh_set_ulysses(mesh, o.ulysses ? o.ulysses : o.cp, hf.linear_num_value_heads > 0);
+        check(ith_mesh_set_experts(mesh, o.ep, &err));
         if (session.cuda)
             check(ith_mesh_open_device(mesh, ctx->device, o.zero >= 2, &err));
     }
