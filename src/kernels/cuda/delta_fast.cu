@@ -21,7 +21,7 @@ typedef struct {
         bf16 p[2][C * C];                    /* when Z is made */
     };
     float m[C * PITCH];
-    double sum[2][C];
+    log_sum sum[2][C];
     float beta[2][C], squares[2][2][C], q_norm[C], k_norm[C];
     uint64_t here;
 } prepare_shared;
@@ -69,15 +69,23 @@ __device__ __forceinline__ uint32_t tf32(float x)
     return r;
 }
 
-/* d [16,8] += a b [8,8]. a: a result of the same layout, whose columns 2t, 2t + 1 the product takes
- * as its inner indices t, t + 4; b: elements of the same two. */
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const float (&a)[4], float2 b)
+/* A result as left operand: its columns 2t, 2t + 1 are the inner indices t, t + 4 of the product;
+ * times f, of the same two. */
+__device__ __forceinline__ void as_left(uint32_t (&a)[4], const float (&x)[4], float2 f)
+{
+    a[0] = tf32(x[0] * f.x);
+    a[1] = tf32(x[2] * f.x);
+    a[2] = tf32(x[1] * f.y);
+    a[3] = tf32(x[3] * f.y);
+}
+
+/* d [16,8] += a b [8,8] */
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], float2 b)
 {
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(tf32(a[0])), "r"(tf32(a[2])), "r"(tf32(a[1])), "r"(tf32(a[3])),
-                   "r"(tf32(b.x)), "r"(tf32(b.y)));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(tf32(b.x)), "r"(tf32(b.y)));
 }
 
 __device__ __forceinline__ float2 pair_at(const float *p)
@@ -104,29 +112,25 @@ __device__ __forceinline__ void cumulate(prepare_shared *s, const delta_args &a,
         double below = __shfl_up_sync(0xffffffffu, sum, o);
         sum += lane >= o ? below : 0.0;
     }
-    s->sum[own][i] = sum - (double)g[1];
-    s->sum[own][i + 1] = sum;
+    s->sum[own][i] = log_sum_of(sum - (double)g[1]);
+    s->sum[own][i + 1] = log_sum_of(sum);
     s->beta[own][i] = beta[0];
     s->beta[own][i + 1] = beta[1];
-}
-
-__device__ __forceinline__ float decay_of(const prepare_shared *s, int own, int i, int j)
-{
-    return expf((float)(s->sum[own][i] - s->sum[own][j]));
 }
 
 __device__ __forceinline__ void store_gates(const prepare_shared *s, const delta_args &a,
                                             int64_t at, int own, int i)
 {
     float *gates = a.gates + at * DELTA_GATES * C + i;
-    float decay = expf((float)s->sum[own][i]), tail = decay_of(s, own, C - 1, i);
+    log_sum sum = s->sum[own][i];
+    float decay = power_of_two(sum.high + sum.low), tail = decay_of(s->sum[own][C - 1], sum);
     gates[DELTA_DECAY * C] = decay;
     gates[DELTA_TAIL * C] = tail;
     gates[DELTA_BETA * C] = s->beta[own][i];
     gates[DELTA_READ_K * C] = decay * s->k_norm[i];
     gates[DELTA_READ_Q * C] = decay * s->q_norm[i];
     gates[DELTA_WRITE_K * C] = tail * s->k_norm[i];
-    a.sums[at * C + i] = s->sum[own][i];
+    ((log_sum *)a.sums)[at * C + i] = sum;
 }
 
 /* Column `at` of the inverses of the diagonal blocks, by forward substitution. */
@@ -134,16 +138,27 @@ __device__ __forceinline__ void invert_column(prepare_shared *s, int own, int at
 {
     int first = at / BLOCK * BLOCK, col = at % BLOCK;
     const float *m = s->m + first * PITCH + first, *beta = s->beta[own] + first;
-    float *inverse = s->inverse[own] + first * INVERSE_PITCH + col, x[BLOCK];
+    float sums[BLOCK], x[BLOCK];
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) {
-        float sum = i == col ? 1.0f : 0.0f;
+        sums[i] = i == col ? 1.0f : 0.0f;
 #pragma unroll
-        for (int l = 0; l < i; l++)
-            sum -= m[i * PITCH + l] * x[l];
-        inverse[i * INVERSE_PITCH] = sum;
-        x[i] = sum * beta[i];
+        for (int l = 0; l < i; l += 4) {
+            float4 row = *reinterpret_cast<const float4 *>(m + i * PITCH + l);
+            sums[i] -= row.x * x[l];
+            if (l + 1 < i)
+                sums[i] -= row.y * x[l + 1];
+            if (l + 2 < i)
+                sums[i] -= row.z * x[l + 2];
+            if (l + 3 < i)
+                sums[i] -= row.w * x[l + 3];
+        }
+        x[i] = sums[i] * beta[i];
     }
+    float *inverse = s->inverse[own] + first * INVERSE_PITCH + col;
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++)
+        inverse[i * INVERSE_PITCH] = sums[i];
 }
 
 __device__ __forceinline__ uint32_t two(float lo, float hi)
@@ -157,16 +172,22 @@ __device__ __forceinline__ void store_block(prepare_shared *s, int own, const fl
                                             int row, int col)
 {
     int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    uint32_t f[4];
+    uint32_t f[4] = {};
+    if (row >= col) {
+        const log_sum *rows = s->sum[own] + row * BLOCK + 2 * t;
+        const log_sum *cols = s->sum[own] + col * BLOCK + g;
 #pragma unroll
-    for (int h = 0; h < 2; h++)
+        for (int h = 0; h < 2; h++) {
+            int i = row * BLOCK + h * 8 + 2 * t;
 #pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-            int i = row * BLOCK + h * 8 + 2 * t, j = col * BLOCK + e / 2 * 8 + g;
-            float x = j < i ? zt[h][e] * decay_of(s, own, i, j) : 0.0f;
-            float y = j < i + 1 ? zt[h][e + 1] * decay_of(s, own, i + 1, j) : 0.0f;
-            f[2 * h + e / 2] = two(x, y);
+            for (int e = 0; e < 2; e++) {
+                int j = col * BLOCK + e * 8 + g;
+                float x = zt[h][2 * e] * decay_of(rows[h * 8], cols[e * 8]);
+                float y = zt[h][2 * e + 1] * decay_of(rows[h * 8 + 1], cols[e * 8]);
+                f[2 * h + e] = two(j < i ? x : 0.0f, j < i + 1 ? y : 0.0f);
+            }
         }
+    }
     int to = row * BLOCK + lane / 16 * 8 + lane % 8, piece = 2 * col + lane / 8 % 2;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
                      shared_at(s->z[own] + to * 64 + (piece ^ to % 8) * 8)),
@@ -178,17 +199,15 @@ __device__ __forceinline__ void store_block(prepare_shared *s, int own, const fl
 __device__ __forceinline__ void solve(prepare_shared *s, int own, int col)
 {
     int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    float zt[BLOCKS][2][4]; /* transposed, without the decay */
+    uint32_t done[BLOCKS][2][4]; /* - beta times the rows above, without the decay */
 #pragma unroll
     for (int row = 0; row < BLOCKS; row++) {
-        float rest[2][4] = {};
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                zt[row][h][e] = 0;
+        float zt[2][4] = {};
         if (row >= col) {
             const float *m = s->m + row * BLOCK * PITCH;
+            const float *inverse = s->inverse[own] + row * BLOCK * INVERSE_PITCH;
+            float rest[2][4];
+            uint32_t left[4];
 #pragma unroll
             for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -198,24 +217,26 @@ __device__ __forceinline__ void solve(prepare_shared *s, int own, int col)
             for (int l = 0; l < row; l++)
                 if (l >= col)
 #pragma unroll
-                    for (int k = 0; k < 2; k++) {
-                        int at = l * BLOCK + k * 8 + 2 * t;
-                        float2 beta = pair_at(s->beta[own] + at);
+                    for (int k = 0; k < 2; k++)
 #pragma unroll
-                        for (int h = 0; h < 2; h++) {
-                            float2 b = pair_at(m + (h * 8 + g) * PITCH + at);
-                            mma_tf32(rest[h], zt[l][k], make_float2(-b.x * beta.x, -b.y * beta.y));
-                        }
-                    }
-            const float *inverse = s->inverse[own] + row * BLOCK * INVERSE_PITCH;
+                        for (int h = 0; h < 2; h++)
+                            mma_tf32(rest[h], done[l][k],
+                                     pair_at(m + (h * 8 + g) * PITCH + l * BLOCK + k * 8 + 2 * t));
 #pragma unroll
-            for (int k = 0; k < 2; k++)
+            for (int k = 0; k < 2; k++) {
+                as_left(left, rest[k], make_float2(1, 1));
 #pragma unroll
                 for (int h = 0; h < 2; h++)
-                    mma_tf32(zt[row][h], rest[k],
+                    mma_tf32(zt[h], left,
                              pair_at(inverse + (h * 8 + g) * INVERSE_PITCH + k * 8 + 2 * t));
+            }
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                float2 beta = pair_at(s->beta[own] + row * BLOCK + k * 8 + 2 * t);
+                as_left(done[row][k], zt[k], make_float2(-beta.x, -beta.y));
+            }
         }
-        store_block(s, own, zt[row], row, col);
+        store_block(s, own, zt, row, col);
     }
 }
 
@@ -223,15 +244,22 @@ __device__ __forceinline__ void solve(prepare_shared *s, int own, int col)
 __device__ __forceinline__ void store_p(prepare_shared *s, int own, const square_part &qk)
 {
     int lane = (int)threadIdx.x % 32, m = (int)threadIdx.x / 32 * 16, g = lane / 4, t = lane % 4;
+    log_sum rows[2] = {s->sum[own][m + g], s->sum[own][m + g + 8]};
 #pragma unroll
-    for (int n = 0; n < C / 8; n++)
+    for (int n = 0; n < C / 8; n++) {
+        int j = n * 8 + 2 * t;
+        log_sum cols[2] = {s->sum[own][j], s->sum[own][j + 1]};
 #pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-            int i = m + g + e / 2 * 8, j = n * 8 + 2 * t;
-            float x = j <= i ? qk[n][e] * decay_of(s, own, i, j) : 0.0f;
-            float y = j + 1 <= i ? qk[n][e + 1] * decay_of(s, own, i, j + 1) : 0.0f;
-            put2(s->p[own] + place_of(i, j), x, y);
+        for (int h = 0; h < 2; h++) {
+            int i = m + g + h * 8;
+            float x = 0, y = 0;
+            if (n * 8 < m + 16) { /* not above the diagonal */
+                x = qk[n][2 * h] * decay_of(rows[h], cols[0]);
+                y = qk[n][2 * h + 1] * decay_of(rows[h], cols[1]);
+            }
+            put2(s->p[own] + place_of(i, j), j <= i ? x : 0.0f, j + 1 <= i ? y : 0.0f);
         }
+    }
 }
 
 /* ---- the kernel ---- */

@@ -37,6 +37,32 @@ __device__ __forceinline__ void put2(bf16 *to, float x, float y)
     *reinterpret_cast<__nv_bfloat162 *>(to) = __floats2bfloat162_rn(x, y);
 }
 
+/* G in units of log 2, in two parts that add up to 48 bits: what a.sums holds here. */
+struct log_sum {
+    float high, low;
+};
+
+__device__ __forceinline__ log_sum log_sum_of(double g)
+{
+    double x = g * 1.4426950408889634074;
+    float high = (float)x;
+    log_sum sum = {high, (float)(x - (double)high)};
+    return sum;
+}
+
+__device__ __forceinline__ float power_of_two(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* e^(G_i - G_j), right to a few units in the last place however large both are. */
+__device__ __forceinline__ float decay_of(log_sum i, log_sum j)
+{
+    return power_of_two((i.high - j.high) + (i.low - j.low));
+}
+
 /* [T,H,D] as [H,T,D]: a box is 64 tokens of a head. */
 static inline ith_status delta_fast_map(ith_ctx *ctx, CUtensorMap *out, ith_tensor t)
 {

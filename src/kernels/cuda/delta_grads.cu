@@ -21,7 +21,7 @@ typedef struct {
     bf16 s[DIM * DIM], ds[DIM * DIM];
     /* Np and Nk times the norms of k (columns), of q and k (rows) */
     bf16 np_k[SQUARE], np_q[SQUARE], nk_k[SQUARE], nk_t[SQUARE];
-    double sum[C];
+    log_sum sum[C];
     float gates[DELTA_BETA + 1][C];
     float rows[SIDES][C], cols[4][C], reads[SIDES][C], writes[SIDES][C]; /* of each warp */
     double through[THREADS / 32];
@@ -80,7 +80,7 @@ __device__ __forceinline__ void fetch(grads_shared *sh, grads_pair *pair, const 
     copy_bytes(shared_at(sh->y), (const bf16 *)a.y + at * TILE, TILE_BYTES, bar);
     copy_bytes(shared_at(sh->dr), (const bf16 *)a.dr + at * TILE, TILE_BYTES, bar);
     copy_bytes(shared_at(sh->gates), a.gates + at * DELTA_GATES * C, sizeof sh->gates, bar);
-    copy_bytes(shared_at(sh->sum), a.sums + at * C, sizeof sh->sum, bar);
+    copy_bytes(shared_at(sh->sum), (const log_sum *)a.sums + at * C, sizeof sh->sum, bar);
     barrier_expect(states, sizeof sh->s + sizeof sh->ds);
     copy_bytes(shared_at(sh->s), (const bf16 *)a.states + at * DIM * DIM, sizeof sh->s, states);
     copy_bytes(shared_at(sh->ds), (const bf16 *)a.dstates + at * DIM * DIM, sizeof sh->ds, states);
@@ -88,12 +88,12 @@ __device__ __forceinline__ void fetch(grads_shared *sh, grads_pair *pair, const 
 
 /* ---- products: queued, for a warpgroup's 64 rows ---- */
 
-/* t = a b^T, rows first .. first + 8 N of b; both [.,DIM]. */
+/* t = a b^T, rows first .. first + 8 N of b; both [.,DIM], b of any number of tiles. */
 template <int N>
 __device__ __forceinline__ void product_t(float (&t)[N][4], const bf16 *a, const bf16 *b, int first)
 {
     uint64_t left = operand_at<true>(shared_at(a));
-    uint64_t right = operand_at<true>(shared_at(b) + (uint32_t)first * 128);
+    uint64_t right = operand_at<true>(shared_at(b + first / C * TILE) + first % C * 128);
 #pragma unroll
     for (int k = 0; k < DIM / 16; k++) {
         uint64_t at = k / 4 * (PIECE_BYTES >> 4) + k % 4 * NEXT_16<true>;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_square(float (&total)[SIDE / 8][4], const bf
                                            const bf16 *b, int half)
 {
     uint64_t left = operand_at<!TURN>(shared_at(a));
-    uint64_t right = operand_at<false>(shared_at(b) + (uint32_t)(half / 64 * PIECE_BYTES));
+    uint64_t right = operand_at<false>(shared_at(b) + half / 64 * PIECE_BYTES + half % 64 * 2);
 #pragma unroll
     for (int k = 0; k < C / 16; k++)
         wgmma<!TURN, false>(total, left + k * NEXT_16<!TURN>, right + k * NEXT_16<false>, true);
@@ -132,24 +132,25 @@ __device__ __forceinline__ void dot_rows(float (&dots)[2], const float (&x)[SIDE
     dots[1] = group_sum(dots[1], 4) * norm[m + g + 8];
 }
 
-/* x scaled by rows, its dots with the unit vectors added to `dots`, itself to total. */
-__device__ __forceinline__ void take(float (&total)[SIDE / 8][4], float *dots,
-                                     float (&x)[SIDE / 8][4], float f0, float f1, const bf16 *unit,
-                                     const float *norm, int m, int half, bool first)
+/* x scaled by rows, itself added to total. */
+__device__ __forceinline__ void take(float (&total)[SIDE / 8][4], float (&x)[SIDE / 8][4],
+                                     const float (&f)[2])
 {
-    int lane = (int)threadIdx.x % 32, g = lane / 4;
-    float own[2];
 #pragma unroll
     for (int n = 0; n < SIDE / 8; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            x[n][e] *= e < 2 ? f0 : f1;
+            x[n][e] *= f[e / 2];
             total[n][e] += x[n][e];
         }
-    dot_rows(own, x, unit, norm, m, half);
+}
+
+__device__ __forceinline__ void put_rows(float *to, const float (&dots)[2], int m)
+{
+    int lane = (int)threadIdx.x % 32, g = lane / 4;
     if (lane % 4 == 0) {
-        dots[m + g] = (first ? 0.0f : dots[m + g]) + own[0];
-        dots[m + g + 8] = (first ? 0.0f : dots[m + g + 8]) + own[1];
+        to[m + g] = dots[0];
+        to[m + g + 8] = dots[1];
     }
 }
 
@@ -164,51 +165,61 @@ __device__ __forceinline__ void make_masks(grads_shared *sh, const grads_pair *p
                                            int half)
 {
     int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = (int)threadIdx.x / 32;
-    const float *beta = sh->gates[DELTA_BETA], *q_norm = pair->q_norm, *k_norm = pair->k_norm;
-    float rows[2] = {}, cols[MASK_SIDE / 8][2] = {};
-#pragma unroll
-    for (int n = 0; n < MASK_SIDE / 8; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-            int i = m + g + e / 2 * 8, j = half + n * 8 + 2 * t;
-            float p[2], x[2];
-#pragma unroll
-            for (int d = 0; d < 2; d++) {
-                float decay = j + d <= i ? expf((float)(sh->sum[i] - sh->sum[j + d])) : 0.0f;
-                decay *= beta[j + d];
-                if (j + d == i && i < chunk.rows)
-                    ((float *)a.dbeta.data)[(chunk.row + i) * a.dbeta.stride[0] + head] =
-                        nk[n][e + d];
-                p[d] = j + d <= i ? np[n][e + d] * decay : 0.0f;
-                x[d] = j + d < i ? -beta[i] * nk[n][e + d] * decay : 0.0f;
-                float carried = j + d < i ? p[d] * q_norm[i] * k_norm[j + d] * qk[n][e + d] +
-                                                x[d] * k_norm[i] * k_norm[j + d] * kk[n][e + d]
-                                          : 0.0f;
-                rows[e / 2] += carried;
-                cols[n][d] += carried;
-            }
-            int at = place_of(i, j);
-            put2(sh->np_k + at, p[0] * k_norm[j], p[1] * k_norm[j + 1]);
-            put2(sh->np_q + at, p[0] * q_norm[i], p[1] * q_norm[i]);
-            put2(sh->nk_k + at, x[0] * k_norm[j], x[1] * k_norm[j + 1]);
-            put2(sh->nk_t + at, x[0] * k_norm[i], x[1] * k_norm[i]);
-        }
+    log_sum row_sum[2];
+    float row_beta[2], row_q[2], row_k[2], rows[2] = {};
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-        float sum = group_sum(rows[e], 4);
-        if (t == 0)
-            sh->rows[warp / 4][m + g + e * 8] = sum;
+        int i = m + g + 8 * e;
+        row_sum[e] = sh->sum[i];
+        row_beta[e] = -sh->gates[DELTA_BETA][i];
+        row_q[e] = pair->q_norm[i];
+        row_k[e] = pair->k_norm[i];
     }
 #pragma unroll
-    for (int n = 0; n < MASK_SIDE / 8; n++)
+    for (int n = 0; n < MASK_SIDE / 8; n++) {
+        int j0 = half + n * 8 + 2 * t;
+        log_sum col_sum[2] = {sh->sum[j0], sh->sum[j0 + 1]};
+        float2 beta = *(const float2 *)(sh->gates[DELTA_BETA] + j0);
+        float2 k_norm = *(const float2 *)(pair->k_norm + j0);
+        float col_beta[2] = {beta.x, beta.y}, col_k[2] = {k_norm.x, k_norm.y}, cols[2] = {};
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            int i = m + g + e * 8, at = place_of(i, j0);
+            float p[2] = {}, x[2] = {};
+#pragma unroll
+            for (int d = 0; d < 2; d++) {
+                int j = j0 + d;
+                float decay = decay_of(row_sum[e], col_sum[d]) * col_beta[d];
+                if (j == i && i < chunk.rows)
+                    ((float *)a.dbeta.data)[(chunk.row + i) * a.dbeta.stride[0] + head] =
+                        nk[n][2 * e + d];
+                if (j <= i)
+                    p[d] = np[n][2 * e + d] * decay;
+                if (j < i) {
+                    x[d] = row_beta[e] * nk[n][2 * e + d] * decay;
+                    float carried = col_k[d] * (p[d] * row_q[e] * qk[n][2 * e + d] +
+                                                x[d] * row_k[e] * kk[n][2 * e + d]);
+                    rows[e] += carried;
+                    cols[d] += carried;
+                }
+            }
+            put2(sh->np_k + at, p[0] * col_k[0], p[1] * col_k[1]);
+            put2(sh->np_q + at, p[0] * row_q[e], p[1] * row_q[e]);
+            put2(sh->nk_k + at, x[0] * col_k[0], x[1] * col_k[1]);
+            put2(sh->nk_t + at, x[0] * row_k[e], x[1] * row_k[e]);
+        }
 #pragma unroll
         for (int d = 0; d < 2; d++) {
-            float sum = cols[n][d];
             for (int o = 4; o < 32; o <<= 1)
-                sum += __shfl_xor_sync(0xffffffffu, sum, o);
+                cols[d] += __shfl_xor_sync(0xffffffffu, cols[d], o);
             if (g == 0)
-                sh->cols[warp % 4][half + n * 8 + 2 * t + d] = sum;
+                sh->cols[warp % 4][j0 + d] = cols[d];
         }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+        rows[e] = group_sum(rows[e], 4);
+    put_rows(sh->rows[warp / 4], rows, m);
 }
 
 /* A thread's share of <S, dS>. */
@@ -340,9 +351,9 @@ __global__ void __launch_bounds__(THREADS, 1) grads(const __grid_constant__ grad
             barrier_wait(shared_at(&sh->states_here), parity);
             __syncthreads();
             wgmma_begin();
-            product_t(x[0], sh->dout, sh->s + side * TILE, 0);
-            product_t(x[1], sh->dr, sh->s + side * TILE, 0);
-            product_t(x[2], sh->y, sh->ds + side * TILE, 0);
+            product_t(x[0], sh->dout, sh->s, half);
+            product_t(x[1], sh->dr, sh->s, half);
+            product_t(x[2], sh->y, sh->ds, half);
             wgmma_commit();
             add_square<false>(dq, sh->np_k, pair->k, half);
             add_square<false>(dk, sh->nk_k, pair->k, half);
@@ -375,24 +386,26 @@ __global__ void __launch_bounds__(THREADS, 1) grads(const __grid_constant__ grad
                 else if (item < w.items)
                     fetch(sh, &sh->pair[turn ^ 1], w, next, next.key * a.group);
             }
-            take(dq, sh->reads[side], x[0], f[0], f[1], pair->q, pair->q_norm, m, half, true);
-            take(dk, sh->reads[side], x[1], r[0], r[1], pair->k, pair->k_norm, m, half, false);
-            take(dk, sh->writes[side], x[2], v[0], v[1], pair->k, pair->k_norm, m, half, true);
+            take(dq, x[0], f);
+            take(dk, x[1], r);
+            take(dk, x[2], v);
+            float reads[2], more[2];
+            dot_rows(reads, x[0], pair->q, pair->q_norm, m, half);
+            dot_rows(more, x[1], pair->k, pair->k_norm, m, half);
+            reads[0] += more[0];
+            reads[1] += more[1];
+            put_rows(sh->reads[side], reads, m);
+            dot_rows(more, x[2], pair->k, pair->k_norm, m, half);
+            put_rows(sh->writes[side], more, m);
             __syncthreads();
             if (warp == 0)
                 finish_decay(sh, a, p.chunk, head, last);
         }
         __syncthreads();
         dot_rows(dots, dq, pair->q, pair->q_norm, m, half);
-        if (lane % 4 == 0) {
-            sh->reads[side][m + g] = dots[0];
-            sh->reads[side][m + g + 8] = dots[1];
-        }
+        put_rows(sh->reads[side], dots, m);
         dot_rows(dots, dk, pair->k, pair->k_norm, m, half);
-        if (lane % 4 == 0) {
-            sh->writes[side][m + g] = dots[0];
-            sh->writes[side][m + g + 8] = dots[1];
-        }
+        put_rows(sh->writes[side], dots, m);
         written_for_engines();
         __syncthreads();
         store_unit(a.dq, p.chunk, p.key, dq, pair->q, pair->q_norm, sh->reads, a.scale * a.scale, m,

@@ -30,7 +30,7 @@ template <int GROUPS, bool WHOLE> struct stage : queries<WHOLE> {
 
 template <int GROUPS, walk_kind KIND> struct walk_shared {
     static constexpr bool WHOLE = KIND != STATES;
-    static constexpr int STAGES = KIND == BACK ? 2 : 3;
+    static constexpr int STAGES = KIND == BACK && GROUPS > 1 ? 2 : 3;
     static constexpr int RESULTS = KIND == OUTPUTS ? 1 : KIND == STATES ? 3 : 4;
     stage<GROUPS, WHOLE> stages[STAGES];
     char results[GROUPS][RESULTS][SQUARE_BYTES]; /* on their way to memory */
@@ -202,11 +202,11 @@ __device__ __forceinline__ bool is_sender()
     return threadIdx.x % GROUP_THREADS == 0;
 }
 
-/* Tiles that left earlier may be written again. */
-__device__ __forceinline__ void results_free()
+/* Tiles that left earlier may be written again, those of the last LEFT groups of stores aside. */
+template <int LEFT> __device__ __forceinline__ void results_free()
 {
     if (is_sender())
-        stores_wait_read();
+        stores_wait_read<LEFT>();
     join_group();
 }
 
@@ -328,7 +328,7 @@ __device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_a
         }
         load_turned(f, in->v[group]);
         if (!OUT && a.states) {
-            results_free();
+            results_free<1>();
             put_turned(results[0], left);
             results_written();
             if (is_sender()) {
@@ -387,8 +387,9 @@ __device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_a
         if constexpr (OUT) {
             times_square<true, true>(o, d, in->p);
             wgmma_commit();
-            results_free();
+            results_free<0>();
         } else if (a.y) {
+            results_free<1>();
             as_left(d, x);
             put_turned(results[2], d);
             results_written();
@@ -467,7 +468,7 @@ __device__ __forceinline__ void walk_back(walk_shared<GROUPS, BACK> *sh, const w
         wgmma_begin();
         times_rows(s, r, in->q);
         wgmma_commit();
-        results_free();
+        results_free<1>();
         put_turned(results[0], left);
         results_written();
         if (is_sender()) {
@@ -508,6 +509,7 @@ __device__ __forceinline__ void walk_back(walk_shared<GROUPS, BACK> *sh, const w
         wgmma_begin();
         times_rows(s, f, in->k);
         wgmma_commit();
+        results_free<1>();
         put_turned(results[3], r);
         as_left(r, d);
         put_turned(results[2], r);
