@@ -350,7 +350,8 @@ ith_status op_bench_check(const op_case *c, uint64_t seed, ith_ctx *test, ith_dt
     ITH_TRY_OUT(run_world(c, seed, test, dtype, dtype, &first));
     ITH_TRY_OUT(run_world(c, seed, test, dtype, dtype, &second));
     check_memory(first, &result);
-    same_bits(first, second, &result, "two runs differ");
+    if (test->deterministic || test->device == ith_device_cpu())
+        same_bits(first, second, &result, "two runs differ");
     for (int i = 0; result.text[0] == '\0' && i < first->num_tensors; i++)
         if (first->tensors[i].role == OP_OUT || first->tensors[i].role == OP_INOUT)
             judge_tensor(c->family, &result, &wide->tensors[i], &plain->tensors[i],

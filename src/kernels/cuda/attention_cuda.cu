@@ -1,10 +1,9 @@
 /* attention_cuda.cu - attention over packed documents: which way it is computed, and the memory.
  *
- * bf16 goes to cuDNN: documents of one length as a batch (faster), others packed, with offsets made
- * on the device from cu_seqlens. Block masks, head sizes that cuDNN refuses, and backward when
- * re-runs must be bit-equal (cuDNN adds dq up with atomics) go to our tiles on tensor cores, and
- * what those do not take (f32, odd strides) to the plain kernels.
- * Invariants: 1. lse is [T,Hq] on every way, so forward and backward may take different ones.
+ * bf16 goes to our specialised warps or, where cuDNN is faster, there: documents of one length as a
+ * batch, others packed, with offsets made on the device from cu_seqlens. What neither takes (f32,
+ * odd strides) goes to the plain kernels. Invariants: 1. lse is [T,Hq] on every way, so forward and
+ * backward may take different ones.
  * 2. Workspace is an upper bound over all ways, for the plan is made before documents are known;
  * more documents than PLANNED_DOCS and than the plan's batch had are an error of the plan. */
 #include "kernels/cuda/common.cuh"
@@ -15,7 +14,7 @@ enum { PLANNED_DOCS = 1024, LIBRARY_SLACK_BYTES = 16 << 20 };
 ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
                                      ith_tensor v_cache, ith_tensor lengths, float scale);
 
-typedef enum { WAY_PLAIN, WAY_TILES, WAY_BATCH, WAY_PACKED } way;
+typedef enum { WAY_PLAIN, WAY_STREAM, WAY_BATCH, WAY_PACKED } way;
 
 /* Sizes in steps of a quarter of a power of two: few plans for many shapes, at most 25% more. */
 static int64_t bucket(int64_t n)
@@ -53,26 +52,45 @@ static bool all_fit(bool (*fits)(ith_tensor), const ith_tensor *t, int count)
     return true;
 }
 
-/* t: every tensor of the call. */
-static way way_of(const ith_tensor *t, int count, ith_tensor q, ith_tensor k, ith_seqs seqs,
-                  bool same_bits)
+/* Measured on an H200: only with wide heads, and then not where its packed backward (9.19) leaves
+ * columns unwritten without a word. */
+static bool library_is_faster(int64_t dim, bool batch, bool backward)
 {
-    bool whole = !seqs.window && q.shape[0] == k.shape[0];
-    if (whole && !ith_seqs_have_blocks(seqs) && !same_bits && all_fit(fits_cudnn, t, count))
-        return common_length(seqs) > 0 ? WAY_BATCH : WAY_PACKED;
-    return q.dtype == ITH_BF16 && all_fit(ith_attention_tiles_fit, t, count) ? WAY_TILES
-                                                                             : WAY_PLAIN;
+    return dim > 128 && (batch || !backward);
 }
 
-static way forward_way(ith_tensor o, ith_tensor q, ith_tensor k, ith_tensor v, ith_seqs seqs)
+/* Ways that tensors may go: q, k and all others. */
+typedef struct {
+    bool stream, library;
+} ways;
+
+static ways ways_of(const ith_tensor *t, int count, ith_seqs seqs, bool same_bits)
 {
-    ith_tensor all[] = {o, q, k, v};
-    return way_of(all, 4, q, k, seqs, false);
+    bool whole = !seqs.window && t[0].shape[0] == t[1].shape[0];
+    ways w = {};
+    w.stream = t[0].dtype == ITH_BF16 && all_fit(ith_attention_stream_fits, t, count);
+    w.library = whole && !ith_seqs_have_blocks(seqs) && !same_bits && all_fit(fits_cudnn, t, count);
+    return w;
 }
 
-static bool is_library(way how)
+static way choose(ways w, int64_t dim, ith_seqs seqs, bool backward)
 {
-    return how == WAY_BATCH || how == WAY_PACKED;
+    bool batch = common_length(seqs) > 0;
+    if (w.library && (!w.stream || library_is_faster(dim, batch, backward)))
+        return batch ? WAY_BATCH : WAY_PACKED;
+    return w.stream ? WAY_STREAM : WAY_PLAIN;
+}
+
+/* Whatever documents come. */
+static bool may_take_library(ways w, int64_t dim, bool backward)
+{
+    return w.library && (!w.stream || library_is_faster(dim, true, backward));
+}
+
+static ways forward_ways(ith_tensor o, ith_tensor q, ith_tensor k, ith_tensor v, ith_seqs seqs)
+{
+    ith_tensor all[] = {q, k, v, o};
+    return ways_of(all, 4, seqs, false);
 }
 
 static ith_sdpa_place place_of(ith_tensor t)
@@ -168,7 +186,7 @@ static int64_t attention_forward_workspace(ith_ctx *ctx, ith_tensor o, ith_tenso
                                            bool causal)
 {
     (void)ctx, (void)lse, (void)scale, (void)causal;
-    if (q.shape[0] == 0 || !is_library(forward_way(o, q, k, v, seqs)))
+    if (q.shape[0] == 0 || !may_take_library(forward_ways(o, q, k, v, seqs), q.shape[2], false))
         return 0;
     return offsets_bytes(most_docs(seqs)) + LIBRARY_SLACK_BYTES;
 }
@@ -179,11 +197,11 @@ static ith_status attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, 
 {
     if (ith_numel(q) == 0)
         return ITH_OK;
-    way how = forward_way(o, q, k, v, seqs);
+    way how = choose(forward_ways(o, q, k, v, seqs), q.shape[2], seqs, false);
     if (how == WAY_PLAIN)
         return ith_attention_plain_forward(ctx, o, lse, q, k, v, seqs, scale, causal);
-    if (how == WAY_TILES)
-        return ith_attention_tiles_forward(ctx, o, lse, q, k, v, seqs, scale, causal);
+    if (how == WAY_STREAM)
+        return ith_attention_stream_forward(ctx, o, lse, q, k, v, seqs, scale, causal);
     ith_sdpa_key key = key_of(q, k, v, o, seqs, causal, how);
     const ith_sdpa_plan *plan = NULL;
     ITH_TRY(ith_sdpa_plan_of(ctx, &key, &plan));
@@ -200,11 +218,11 @@ static ith_status attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, 
 
 /* ---- backward ---- */
 
-static way backward_way(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv, ith_tensor do_,
-                        ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o, ith_seqs seqs)
+static ways backward_ways(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv, ith_tensor do_,
+                          ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o, ith_seqs seqs)
 {
-    ith_tensor all[] = {dq, dk, dv, do_, q, k, v, o};
-    return way_of(all, 8, q, k, seqs, ctx->deterministic);
+    ith_tensor all[] = {q, k, v, o, do_, dq, dk, dv};
+    return ways_of(all, 8, seqs, ctx->deterministic);
 }
 
 /* The packed backward engine takes one set of offsets for a tensor, its gradient and its gradient
@@ -221,15 +239,19 @@ static int64_t attention_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_ten
                                             ith_tensor lse, ith_seqs seqs, float scale, bool causal)
 {
     (void)scale, (void)causal;
-    int64_t delta = ith_round_up(ith_mul_bytes(ith_numel(lse), 4), 256);
-    if (q.shape[0] == 0 || !is_library(backward_way(ctx, dq, dk, dv, do_, q, k, v, o, seqs)))
-        return delta;
+    int64_t delta = ith_round_up(ith_mul_bytes(ith_numel(lse), 4), 256), stream = 0;
+    ways w = backward_ways(ctx, dq, dk, dv, do_, q, k, v, o, seqs);
+    if (w.stream && q.shape[0] > 0)
+        stream = ith_attention_stream_workspace(ctx, q, k, seqs);
+    if (q.shape[0] == 0 || !may_take_library(w, q.shape[2], true))
+        return delta + stream;
     int64_t heads =
         ith_round_up(ith_mul_bytes((q.shape[0] + 128) * q.shape[1] * q.shape[2], 2), 256);
     int64_t gaps = gap_bytes(q) + gap_bytes(k) + gap_bytes(v) + gap_bytes(o) + gap_bytes(do_) +
                    gap_bytes(dq) + gap_bytes(dk) + gap_bytes(dv);
-    return delta + 4 * heads /* f32 dq, and dk and dv of every query head */ + gaps +
-           offsets_bytes(most_docs(seqs)) + LIBRARY_SLACK_BYTES;
+    int64_t library = 4 * heads /* f32 dq, and dk and dv of every query head */ + gaps +
+                      offsets_bytes(most_docs(seqs)) + LIBRARY_SLACK_BYTES;
+    return delta + ith_max_i64(stream, library);
 }
 
 /* t itself, or a dense one of its shape in scratch. */
@@ -279,15 +301,13 @@ static ith_status attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
     ITH_ASSERT(o.dtype == q.dtype && dk.dtype == dq.dtype && dv.dtype == dq.dtype);
     ith_carve scratch = ith_carve_begin(ctx);
     void *delta = ith_carve_take(&scratch, ith_numel(lse) * 4);
-    way how = backward_way(ctx, dq, dk, dv, do_, q, k, v, o, seqs);
-    if (how == WAY_PACKED && q.shape[2] > 128)
-        how = WAY_TILES; /* 9.19 leaves columns unwritten there, without a word */
+    way how = choose(backward_ways(ctx, dq, dk, dv, do_, q, k, v, o, seqs), q.shape[2], seqs, true);
     if (how == WAY_PLAIN)
         return ith_attention_plain_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
                                             causal, (float *)delta);
-    if (how == WAY_TILES)
-        return ith_attention_tiles_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
-                                            causal, (float *)delta);
+    if (how == WAY_STREAM)
+        return ith_attention_stream_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
+                                             causal, &scratch);
     bool packed = how == WAY_PACKED;
     if (packed) {
         make_dense(ctx, &scratch, &q);

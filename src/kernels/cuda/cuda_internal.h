@@ -109,7 +109,7 @@ typedef struct {
 int64_t ith_grouped_workspace_bytes(int64_t rows, int64_t num_groups);
 ith_status ith_grouped_run(ith_ctx *ctx, const ith_grouped *p);
 
-/* Plain attention: any head size up to 512, any stride, f32 or bf16; deterministic. Like the tiles
+/* Plain attention: any head size up to 512, any stride, f32 or bf16; deterministic. Like the other
  * it knows windows, rectangles and, beside bf16 inputs, f32 results (ops.h). */
 ith_status ith_attention_plain_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
                                        ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
@@ -120,15 +120,18 @@ ith_status ith_attention_plain_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor 
                                         ith_tensor o, ith_tensor lse, ith_seqs seqs, float scale,
                                         bool causal, float *delta);
 
-/* The same on tensor cores, for tensors that all fit; deterministic. */
-bool ith_attention_tiles_fit(ith_tensor t);
-ith_status ith_attention_tiles_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
-                                       ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
-                                       bool causal);
-ith_status ith_attention_tiles_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
-                                        ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
-                                        ith_tensor o, ith_tensor lse, ith_seqs seqs, float scale,
-                                        bool causal, float *delta);
+/* The same by specialised warps, for tensors that all fit. Without ctx->deterministic backward adds
+ * dq up with atomics. */
+bool ith_attention_stream_fits(ith_tensor t);
+ith_status ith_attention_stream_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                                        ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
+                                        bool causal);
+/* Bytes that backward takes from its scratch. */
+int64_t ith_attention_stream_workspace(ith_ctx *ctx, ith_tensor q, ith_tensor k, ith_seqs seqs);
+ith_status ith_attention_stream_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv,
+                                         ith_tensor do_, ith_tensor q, ith_tensor k, ith_tensor v,
+                                         ith_tensor o, ith_tensor lse, ith_seqs seqs, float scale,
+                                         bool causal, ith_carve *scratch);
 
 /* Stable sort of n keys in [0, num_buckets), num_buckets <= 1024: rank[i] is the place of element i
  * when `rank` is given; out_key/out_value (either may be NULL) receive key and value (value NULL:

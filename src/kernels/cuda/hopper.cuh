@@ -118,6 +118,15 @@ __device__ __forceinline__ void prefetch_box(const CUtensorMap *map, int x, int 
                  : "memory");
 }
 
+/* Adds f32 values of shared memory to those in memory, in no fixed order. */
+__device__ __forceinline__ void add_bytes(float *to, uint32_t from, uint32_t bytes)
+{
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+        "r"(from), "r"(bytes)
+        : "memory");
+}
+
 /* The box of shared memory at `from` to (x, y, z) of `map`, as far as it lies inside. */
 __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
                                           int z)
@@ -163,6 +172,12 @@ __device__ __forceinline__ void written_for_engines()
 template <int THREADS> __device__ __forceinline__ void join_threads(int id)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+/* Arrives there without waiting. */
+template <int THREADS> __device__ __forceinline__ void signal_threads(int id)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
 /* ---- wgmma ---- */
@@ -266,6 +281,12 @@ template <int REGISTERS> __device__ __forceinline__ void registers_take()
     WGMMA_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"   \
              "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
+#define WGMMA_128                                                                                  \
+    WGMMA_64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,"   \
+             "%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,"     \
+             "%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,"    \
+             "%119,%120,%121,%122,%123,%124,%125,%126,%127"
+
 template <bool A_K_MAJOR, bool B_K_MAJOR>
 __device__ __forceinline__ void wgmma(float (&c)[4][4], uint64_t a, uint64_t b, bool add)
 {
@@ -310,6 +331,29 @@ __device__ __forceinline__ void wgmma(float (&c)[16][4], const uint32_t (&a)[4],
                    "n"(B_K_MAJOR ? 0 : 1));
 }
 
+template <bool A_K_MAJOR, bool B_K_MAJOR>
+__device__ __forceinline__ void wgmma(float (&c)[16][4], uint64_t a, uint64_t b, bool add)
+{
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" WGMMA_64
+                 "}, %64, %65, p, 1, 1, %67, %68;}"
+                 : WGMMA_C16(0), WGMMA_C16(4), WGMMA_C16(8), WGMMA_C16(12)
+                 : "l"(a), "l"(b), "r"((int)add), "n"(A_K_MAJOR ? 0 : 1), "n"(B_K_MAJOR ? 0 : 1));
+}
+
+template <bool B_K_MAJOR>
+__device__ __forceinline__ void wgmma(float (&c)[32][4], const uint32_t (&a)[4], uint64_t b,
+                                      bool add)
+{
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %133, 0; "
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" WGMMA_128
+                 "}, {%128,%129,%130,%131}, %132, p, 1, 1, %134;}"
+                 : WGMMA_C16(0), WGMMA_C16(4), WGMMA_C16(8), WGMMA_C16(12), WGMMA_C16(16),
+                   WGMMA_C16(20), WGMMA_C16(24), WGMMA_C16(28)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add),
+                   "n"(B_K_MAJOR ? 0 : 1));
+}
+
 template <int N> __device__ __forceinline__ void wgmma_results(float (&c)[N][4])
 {
 #pragma unroll
@@ -322,5 +366,6 @@ template <int N> __device__ __forceinline__ void wgmma_results(float (&c)[N][4])
 #undef WGMMA_16
 #undef WGMMA_32
 #undef WGMMA_64
+#undef WGMMA_128
 
 #endif
