@@ -8,6 +8,8 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -396,6 +398,46 @@ ith_status ith_write_file(const char *path, const void *data, int64_t len, ith_e
     if (status == ITH_OK)
         status = ith_writer_commit(&w, err);
     ith_writer_abort(&w);
+    return status;
+}
+
+/* The PID of "NAME.tmp-PID" as a writer spells it; 0: another name. */
+static long writer_of(const char *name)
+{
+    const char *tail = NULL;
+    for (const char *p = name; (p = strstr(p, ".tmp-")); p++)
+        tail = p;
+    if (!tail || tail == name)
+        return 0;
+    const char *digits = tail + strlen(".tmp-");
+    size_t len = strspn(digits, "0123456789");
+    if (len == 0 || len > 10 || digits[len] != '\0' || digits[0] == '0')
+        return 0;
+    long pid = strtol(digits, NULL, 10);
+    return pid <= INT_MAX ? pid : 0;
+}
+
+ith_status ith_remove_leftovers(const char *dir, ith_error *err)
+{
+    ith_names names;
+    ith_buf path = {0};
+    ith_status status = ITH_OK;
+    if (!ith_path_is_dir(dir))
+        return ITH_OK;
+    ITH_TRY(ith_list_dir(dir, &names, err));
+    for (int64_t i = 0; i < names.count && status == ITH_OK; i++) {
+        struct stat st;
+        long pid = writer_of(names.names[i]);
+        if (pid == 0 || kill((pid_t)pid, 0) == 0 || errno != ESRCH)
+            continue;
+        ith_path_join(&path, dir, names.names[i]);
+        status = ith_buf_check(&path, dir, err);
+        if (status == ITH_OK && lstat(path.data, &st) == 0 && S_ISREG(st.st_mode) &&
+            unlink(path.data) != 0 && errno != ENOENT)
+            status = io_fail(err, path.data, "cannot remove");
+    }
+    ith_buf_deinit(&path);
+    ith_names_free(&names);
     return status;
 }
 

@@ -59,6 +59,9 @@ ith_status ith_writer_open(ith_writer *w, const char *path, ith_error *err);
 ith_status ith_writer_write(ith_writer *w, const void *data, int64_t len, ith_error *err);
 ith_status ith_writer_commit(ith_writer *w, ith_error *err);
 void ith_writer_abort(ith_writer *w);
+/* Removes what killed writers left in a directory: regular files NAME.tmp-PID whose process is no
+ * more on this machine. A missing directory is fine. */
+ith_status ith_remove_leftovers(const char *dir, ith_error *err);
 /* Whole file at once. */
 ith_status ith_write_file(const char *path, const void *data, int64_t len, ith_error *err);
 /* A file of known size that is filled piece by piece, in any order, by one process or by several:

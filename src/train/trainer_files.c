@@ -29,11 +29,28 @@ ith_status ith_trainer_store_config(const ith_config *config, ith_error *err)
     return status;
 }
 
+/* output_dir, and the tokens that ranks share in it, without what a killed run was writing. */
+static ith_status make_output(const char *dir, bool cleans, ith_error *err)
+{
+    ith_buf tokens = {0};
+    ITH_TRY(ith_make_dirs(dir, err));
+    if (!cleans)
+        return ITH_OK;
+    ith_path_join(&tokens, dir, "tokenized");
+    ith_status status = ith_buf_check(&tokens, "output_dir", err);
+    if (status == ITH_OK)
+        status = ith_remove_leftovers(dir, err);
+    if (status == ITH_OK)
+        status = ith_remove_leftovers(tokens.data, err);
+    ith_buf_deinit(&tokens);
+    return status;
+}
+
 ith_status ith_trainer_open_output(const ith_trainer *t, ith_error *err)
 {
     const char *dir = t->config->output_dir;
     ith_comm *ranks = ith_trainer_ranks(t);
-    ITH_TRY(ith_trainer_agree(t, ith_make_dirs(dir, err), err));
+    ITH_TRY(ith_trainer_agree(t, make_output(dir, ith_trainer_is_first(t), err), err));
     if (!ranks)
         return ITH_OK;
     struct timespec now;

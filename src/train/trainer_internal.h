@@ -37,7 +37,8 @@ static inline ith_comm *ith_trainer_ranks(const ith_trainer *t)
     return t->mesh ? t->mesh->world : NULL;
 }
 
-/* Makes output_dir; every rank must see what rank 0 writes there. */
+/* Makes output_dir; every rank must see what rank 0 writes there, and half-written files of killed
+ * runs go. */
 ith_status ith_trainer_open_output(const ith_trainer *t, ith_error *err);
 
 /* Of this rank's documents; samples are open. */

@@ -3,6 +3,7 @@
 #include "cases.h"
 
 #include <math.h>
+#include <sys/wait.h>
 
 static int setup(void **state)
 {
@@ -301,6 +302,33 @@ static void test_long_documents_need_no_quadratic_or_whole_logits(void **state)
                  (long long)(on - off), (long long)probabilities);
 }
 
+/* What a killed run was writing goes when the next one opens the folder; a note of the user's
+ * stays. */
+static void test_half_written_files_of_a_killed_run_go(void **state)
+{
+    (void)state;
+    static small_seen seen;
+    static const char *const left[] = {"left/trainer_log.jsonl.tmp-%ld",
+                                       "left/tokenized/samples-0.bin.tmp-%ld"};
+    ith_run_result r;
+    char path[2][64];
+    pid_t child = fork();
+    if (child == 0)
+        _exit(0);
+    assert_true(child > 0 && waitpid(child, NULL, 0) == child);
+    assert_ok(ith_make_dirs(small_join(case_root, "left/tokenized"), &err), err);
+    for (int i = 0; i < 2; i++) {
+        snprintf(path[i], sizeof path[i], left[i], (long)child);
+        case_write(path[i], "{");
+    }
+    case_write("left/note.tmp", "mine");
+    run_ok("model", "left", "max_steps: 1\n", &seen, &r);
+    for (int i = 0; i < 2; i++)
+        if (ith_path_exists(small_join(case_root, path[i])))
+            fail_msg("%s is left", path[i]);
+    assert_true(ith_path_exists(small_join(case_root, "left/note.tmp")));
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -312,6 +340,7 @@ int main(void)
         cmocka_unit_test(test_missing_weights_are_named),
         cmocka_unit_test(test_other_shapes_name_the_keys),
         cmocka_unit_test(test_long_documents_need_no_quadratic_or_whole_logits),
+        cmocka_unit_test(test_half_written_files_of_a_killed_run_go),
     };
     return cmocka_run_group_tests(tests, setup, case_teardown);
 }

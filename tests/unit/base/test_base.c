@@ -10,6 +10,9 @@
 #include "base/rng.h"
 #include "base/utf8.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 static void test_error_context_is_prepended(void **state)
 {
     (void)state;
@@ -71,6 +74,50 @@ static void test_writer_is_atomic_for_every_failing_write(void **state)
             break;
         }
     }
+}
+
+/* What a killed writer leaves goes; what only looks like it, or is being written, stays. */
+static void test_leftovers_of_dead_writers_are_removed(void **state)
+{
+    (void)state;
+    static const char *const stay[] = {"a.tmp-1", /* a process that lives */
+                                       "a.tmp-",    "a.tmp-0",   "a.tmp-x",
+                                       "a.tmp-12x", "a.tmp-007", "a.tmp-99999999999",
+                                       ".tmp-%ld", /* no name before it */
+                                       "a.tmp%ld",  "a-tmp-%ld", "a.tmp-%ld.txt"};
+    enum { NUM_STAY = sizeof stay / sizeof *stay };
+    ith_error err = {0};
+    char dir[4200], path[8500], name[64];
+    ith_names names;
+    pid_t child = fork();
+    if (child == 0)
+        _exit(0);
+    assert_true(child > 0 && waitpid(child, NULL, 0) == child);
+    snprintf(dir, sizeof dir, "%s", temp_dir("leftovers"));
+    static const char *const go[] = {"log.jsonl.tmp-%ld", "x.tmp-1.tmp-%ld", ".mark.tmp-%ld"};
+    for (int i = 0; i < NUM_STAY + 3; i++) {
+        snprintf(name, sizeof name, i < NUM_STAY ? stay[i] : go[i - NUM_STAY], (long)child);
+        snprintf(path, sizeof path, "%s/%s", dir, name);
+        assert_ok(ith_write_file(path, "x", 1, &err), err);
+    }
+    snprintf(path, sizeof path, "%s/checkpoint-2.tmp-%ld", dir, (long)child); /* a directory */
+    assert_ok(ith_make_dirs(path, &err), err);
+    snprintf(path, sizeof path, "%s/mine.tmp-%ld", dir, (long)getpid());
+    assert_ok(ith_write_file(path, "x", 1, &err), err);
+    snprintf(path, sizeof path, "%s/link.tmp-%ld", dir, (long)child);
+    assert_int_equal(symlink("a.tmp-1", path), 0);
+    assert_ok(ith_remove_leftovers(dir, &err), err);
+    assert_ok(ith_list_dir(dir, &names, &err), err);
+    for (int64_t i = 0; i < names.count; i++)
+        for (int k = 0; k < 3; k++) {
+            snprintf(name, sizeof name, go[k], (long)child);
+            if (strcmp(names.names[i], name) == 0)
+                fail_msg("%s is left", name);
+        }
+    assert_int_equal(names.count, NUM_STAY + 3);
+    ith_names_free(&names);
+    snprintf(path, sizeof path, "%s/nowhere", dir);
+    assert_ok(ith_remove_leftovers(path, &err), err);
 }
 
 static void test_sha256_known_answers(void **state)
@@ -181,6 +228,7 @@ int main(void)
         cmocka_unit_test(test_error_context_is_prepended),
         cmocka_unit_test(test_buffer_failure_sticks),
         cmocka_unit_test(test_writer_is_atomic_for_every_failing_write),
+        cmocka_unit_test(test_leftovers_of_dead_writers_are_removed),
         cmocka_unit_test(test_sha256_known_answers),
         cmocka_unit_test(test_philox_known_answer),
         cmocka_unit_test(test_pool_covers_every_index_once),
