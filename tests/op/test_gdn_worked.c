@@ -111,11 +111,131 @@ static void test_convolution_at_a_border(void **state)
     need("continued", y, one, 5);
 }
 
+/* ---- one head of one: k = q = 1, write strength a half, values 1, 2, 3 ---- */
+
+enum { STEPS = 3 };
+
+typedef struct {
+    double o[STEPS], dv[STEPS], dg[STEPS], dbeta[STEPS];
+} scalar_run;
+
+/* Through the backend in its own precision; the gradient of each output is 1. */
+static void run_scalar(const ith_backend *backend, const double *g, const int32_t *cu, int64_t docs,
+                       scalar_run *r)
+{
+    ith_ctx ctx = ith_ctx_host(backend, NULL, &err);
+    float one[STEPS] = {1, 1, 1}, v[STEPS] = {1, 2, 3}, beta[STEPS] = {0.5F, 0.5F, 0.5F};
+    float decay[STEPS], o[STEPS], dq[STEPS], dk[STEPS], dv[STEPS], dg[STEPS], dbeta[STEPS];
+    ith_seqs seqs = {.cu_seqlens = ith_tensor_1d((void *)(uintptr_t)cu, ITH_I32, docs + 1),
+                     .cu_host = cu,
+                     .num_docs = docs,
+                     .max_len = STEPS};
+    ith_tensor none = ith_tensor_none();
+    for (int t = 0; t < STEPS; t++)
+        decay[t] = (float)g[t];
+#define HEAD(x) ith_tensor_3d(x, ITH_F32, STEPS, 1, 1)
+#define COLUMN(x) ith_tensor_2d(x, ITH_F32, STEPS, 1)
+    assert_ok(ith_gated_delta_rule_forward(&ctx, HEAD(o), HEAD(one), HEAD(one), HEAD(v),
+                                           COLUMN(decay), COLUMN(beta), none, seqs, 1),
+              err);
+    assert_ok(ith_gated_delta_rule_backward(&ctx, HEAD(dq), HEAD(dk), HEAD(dv), COLUMN(dg),
+                                            COLUMN(dbeta), none, HEAD(one), HEAD(one), HEAD(one),
+                                            HEAD(v), COLUMN(decay), COLUMN(beta), none, seqs, 1),
+              err);
+#undef HEAD
+#undef COLUMN
+    for (int t = 0; t < STEPS; t++) {
+        r->o[t] = (double)o[t];
+        r->dv[t] = (double)dv[t];
+        r->dg[t] = (double)dg[t];
+        r->dbeta[t] = (double)dbeta[t];
+    }
+}
+
+static void about(const char *what, const double *got, const double *wanted)
+{
+    for (int i = 0; i < STEPS; i++)
+        if (!(fabs(got[i] - wanted[i]) <= 1e-5)) /* unit vectors have 1e-6 under the root */
+            fail_msg("%s[%d] is %.9g, expected %.9g", what, i, got[i], wanted[i]);
+}
+
+/* A gate of exactly 0 is no gate, forward and backward; one below forgets; a border empties. */
+static void test_scalar_rule_by_hand(void **state)
+{
+    (void)state;
+    static const int32_t whole[] = {0, 3}, cut[] = {0, 2, 3};
+    static const double none[STEPS] = {0, 0, 0}, some[STEPS] = {-0.1, -0.2, -0.3};
+    const ith_backend *backends[] = {ith_backend_ref(), ith_backend_cpu()};
+    for (int i = 0; i < 2; i++) {
+        scalar_run r;
+        run_scalar(backends[i], none, whole, 1, &r);
+        about("o", r.o, (const double[]){0.5, 1.25, 2.125});
+        about("dv", r.dv, (const double[]){0.875, 0.75, 0.5});
+        about("dbeta", r.dbeta, (const double[]){1.75, 2.25, 1.75});
+        about("dg", r.dg, (const double[]){0, 0.375, 0.625});
+        run_scalar(backends[i], some, whole, 1, &r);
+        about("o with a gate", r.o, (const double[]){0.5, 1.2046826883, 1.9462254428});
+        run_scalar(backends[i], none, cut, 2, &r);
+        about("o of two documents", r.o, (const double[]){0.5, 1.25, 1.5});
+        about("dv of two documents", r.dv, (const double[]){0.75, 0.5, 0.5});
+    }
+}
+
+/* Queries, keys and values of nothing but zeros, as behind a convolution over zeros: finite. */
+static void test_zero_rows_have_finite_gradients(void **state)
+{
+    (void)state;
+    enum { N = 5, D = 8 };
+    static const int32_t cu[] = {0, N};
+    const ith_backend *backends[] = {ith_backend_ref(), ith_backend_cpu()};
+    for (int i = 0; i < 2; i++) {
+        ith_ctx ctx = ith_ctx_host(backends[i], NULL, &err);
+        float x[3][N * D] = {{0}}, dout[N * D], out[4][N * D], g[N], beta[N], dg[N], dbeta[N];
+        for (int t = 0; t < N; t++) {
+            g[t] = -0.1F;
+            beta[t] = 0.5F;
+            for (int d = 0; d < D; d++) { /* the middle row stays zero */
+                dout[t * D + d] = 1;
+                for (int p = 0; p < 3 && t != 2; p++)
+                    x[p][t * D + d] = (float)(t - d + p);
+            }
+        }
+        ith_seqs seqs = {.cu_seqlens = ith_tensor_1d((void *)(uintptr_t)cu, ITH_I32, 2),
+                         .cu_host = cu,
+                         .num_docs = 1,
+                         .max_len = N};
+        ith_tensor none = ith_tensor_none(), t[8];
+        for (int k = 0; k < 8; k++)
+            t[k] = ith_tensor_3d(k < 3 ? x[k] : k < 7 ? out[k - 3] : dout, ITH_F32, N, 1, D);
+        ith_tensor gate = ith_tensor_2d(g, ITH_F32, N, 1),
+                   write = ith_tensor_2d(beta, ITH_F32, N, 1);
+        assert_ok(ith_gated_delta_rule_forward(&ctx, t[6], t[0], t[1], t[2], gate, write, none,
+                                               seqs, 0.35F),
+                  err);
+        assert_ok(ith_gated_delta_rule_backward(&ctx, t[3], t[4], t[5],
+                                                ith_tensor_2d(dg, ITH_F32, N, 1),
+                                                ith_tensor_2d(dbeta, ITH_F32, N, 1), none, t[7],
+                                                t[0], t[1], t[2], gate, write, none, seqs, 0.35F),
+                  err);
+        for (int k = 0; k < N * D; k++)
+            for (int p = 0; p < 4; p++)
+                if (!isfinite(out[p][k]))
+                    fail_msg("%s: part %d of row %d is %g", i ? "cpu" : "ref", p, k / D,
+                             (double)out[p][k]);
+        for (int k = 0; k < N; k++)
+            assert_true(isfinite(dg[k]) && isfinite(dbeta[k]));
+        for (int d = 0; d < D; d++) /* nothing asked, nothing answered */
+            assert_true(out[3][2 * D + d] == 0);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_two_tokens_forward_and_back),
         cmocka_unit_test(test_convolution_at_a_border),
+        cmocka_unit_test(test_scalar_rule_by_hand),
+        cmocka_unit_test(test_zero_rows_have_finite_gradients),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -16,6 +16,7 @@ static void test_smart_resize_examples(void **state)
     static const struct {
         int64_t height, width, factor, min, max, wanted_h, wanted_w;
     } cases[] = {{480, 640, 32, 65536, 16777216, 480, 640},
+                 {256, 256, 32, 65536, 16777216, 256, 256},
                  {100, 100, 32, 65536, 16777216, 256, 256},
                  {1080, 1920, 32, 65536, 16777216, 1088, 1920},
                  {720, 1280, 32, 65536, 16777216, 704, 1280}, /* 22.5: half to even */
