@@ -3,6 +3,7 @@
 
 #include "base/file.h"
 #include "base/hash.h"
+#include "base/log.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -120,6 +121,8 @@ out:
     return status;
 }
 
+static const char no_template[] = "ChatML (no template)";
+
 static ith_status find_template(ith_chat *chat, const char *dir, const char *custom,
                                 ith_sha256 *hash, ith_error *err)
 {
@@ -133,8 +136,7 @@ static ith_status find_template(ith_chat *chat, const char *dir, const char *cus
     if (dir && !chat->plain)
         ITH_TRY(compile_file(chat, dir, "chat_template.json", true, hash, err));
     if (!chat->plain)
-        ITH_TRY(compile(chat, false, chatml, (int64_t)sizeof chatml - 1, "ChatML (no template)",
-                        hash, err));
+        ITH_TRY(compile(chat, false, chatml, (int64_t)sizeof chatml - 1, no_template, hash, err));
     return ITH_OK;
 }
 
@@ -214,6 +216,39 @@ static ith_status probe_templates(ith_chat *chat, ith_error *err)
     return status;
 }
 
+/* Whether an answer without reasoning comes with a think block; -1: no such answer can be made. */
+static int writes_think_block(const ith_chat *chat)
+{
+    ith_error ignored = {0};
+    ith_buf text = {0};
+    json_t *m = json_pack("[{s:s,s:s},{s:s,s:s}]", "role", "user", "content", "Hi", "role",
+                          "assistant", "content", "Yo");
+    int result = -1;
+    if (m && ith_chat_render(chat, m, NULL, NULL, &text, &ignored) == ITH_OK && text.data)
+        result = strstr(text.data, "<think>") != NULL;
+    json_decref(m);
+    ith_buf_deinit(&text);
+    return result;
+}
+
+/* A model that learned answers with a think block unlearns it from a template without one, and the
+ * other way round. */
+static void compare_thinking(const ith_chat *custom, const char *model_dir)
+{
+    ith_error ignored = {0};
+    ith_chat *own = NULL;
+    if (ith_chat_open(&own, model_dir, NULL, NULL, &ignored) != ITH_OK)
+        return;
+    int now = writes_think_block(custom), learned = writes_think_block(own);
+    if (strcmp(own->source, no_template) != 0 && now >= 0 && learned >= 0 && now != learned)
+        ith_log(ITH_LOG_WARN, "chat",
+                "custom_chat_template writes %s before an answer without reasoning, the model's "
+                "own (%s) %s",
+                now ? "a <think> block" : "no <think> block", own->source,
+                learned ? "writes one" : "does not");
+    ith_chat_close(own);
+}
+
 ith_status ith_chat_open(ith_chat **out, const char *model_dir, const char *custom_template,
                          const ith_tokenizer *tok, ith_error *err)
 {
@@ -234,6 +269,8 @@ ith_status ith_chat_open(ith_chat **out, const char *model_dir, const char *cust
         ith_chat_close(chat);
         return status;
     }
+    if (custom_template && model_dir)
+        compare_thinking(chat, model_dir);
     ith_sha256_hex(&hash, chat->hash);
     *out = chat;
     return ITH_OK;

@@ -627,6 +627,7 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
     ITH_TRY_OUT(open_links(t, err));
     ITH_TRY_OUT(open_data_in_turn(t, err));
     say_mesh(t, hooks);
+    ith_trainer_say(hooks, "chat template: %s", ith_chat_source(t->chat));
     ith_trainer_say(
         hooks, "data: %lld samples, %lld tokens, %lld steps per epoch, %lld steps in all",
         (long long)ith_samples_count(t->samples), (long long)ith_samples_num_tokens(t->samples),

@@ -215,6 +215,96 @@ static void test_tools_of_other_rows_add_no_arguments(void **state)
     program_run_deinit(&run);
 }
 
+/* A template that, like those of current models, walks through arguments, trims texts and parts
+ * reasoning from the answer: rows give it what it needs in every usual form. {} is the reasoning.
+ */
+static void test_templates_get_calls_and_reasoning_in_any_form(void **state)
+{
+    (void)state;
+    static const char *const cases[][2] = {
+        {"{\"role\":\"assistant\",\"content\":\"ok\",\"tool_calls\":[{\"function\":{\"name\":"
+         "\"get\","
+         "\"arguments\":\"{\\\"city\\\": \\\"Seoul\\\"}\"}}]}",
+         "[[{}ok get.city=Seoul;]]"},
+        {"{\"role\":\"assistant\",\"content\":\"ok\",\"tool_calls\":[{\"function\":{\"name\":"
+         "\"get\","
+         "\"arguments\":{\"city\":\"Seoul\"}}}]}",
+         "[[{}ok get.city=Seoul;]]"},
+        {"{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"function\":{\"name\":\"f\","
+         "\"arguments\":{}}}]}",
+         "[[{} f;]]"},
+        {BOT("r\\n</think>\\n\\na"), "[[{r}a;]]"},
+        {BOT("<think>\\nr\\n</think>\\n\\na"), "[[{r}a;]]"},
+        {BOT("\\n\\na \\n"), "[[{}a;]]"}};
+    case_write("calls.yaml",
+               "model: @/model\ntrain_dataset: @/rows.jsonl\noutput_dir: @/out\nnproc: 1\n"
+               "custom_chat_template: |-\n"
+               "  {%- for m in messages %}\n"
+               "  {%- set text = m.content | trim %}\n"
+               "  {{- '(' ~ m.role ~ ')' }}\n"
+               "  {%- if m.role == 'assistant' %}\n"
+               "  {%- set why = '' %}\n"
+               "  {%- if '</think>' in text %}\n"
+               "  {%- set why = text.split('</think>')[0].split('<think>')[-1] | trim %}\n"
+               "  {%- set text = text.split('</think>')[-1] | trim %}\n"
+               "  {%- endif %}\n"
+               "  {{- '{' ~ why ~ '}' }}\n"
+               "  {%- endif %}\n"
+               "  {{- text }}\n"
+               "  {%- for call in m.tool_calls or [] %}\n"
+               "  {{- ' ' ~ call.function.name }}\n"
+               "  {%- for k, v in call.function.arguments.items() %}{{ '.' ~ k ~ '=' ~ v }}\n"
+               "  {%- endfor %}\n"
+               "  {%- endfor %}\n"
+               "  {{- ';' }}\n"
+               "  {%- endfor %}\n"
+               "  {%- if add_generation_prompt %}{{ '(assistant)' }}{% endif %}\n");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char row[400];
+        snprintf(row, sizeof row, "{\"messages\":[" USER("  u \\n") ",%s]}\n", cases[i][0]);
+        case_write("rows.jsonl", row);
+        program_run run = case_run("data @/calls.yaml");
+        char *text = without_borders(&run.out);
+        if (run.code != 0 || !strstr(text, "(user)u;(assistant)") || !strstr(text, cases[i][1]))
+            fail_msg("'%s' is not in (exit %d):\n%s%s", cases[i][1], run.code, text, run.err.data);
+        ith_free(text);
+        program_run_deinit(&run);
+    }
+    case_write("rows.jsonl",
+               "{\"messages\":[" USER("u") ",{\"role\":\"assistant\",\"content\":\"\","
+                                           "\"tool_calls\":[{\"function\":{\"name\":\"f\","
+                                           "\"arguments\":\"{city\"}}]}]}\n");
+    case_expect("data @/calls.yaml", 1,
+                "@/rows.jsonl: no sample is left: 1 of 1 row dropped: a field that is not what it "
+                "should be (first: @/rows.jsonl: row 1 (line 1): messages[1].tool_calls[0]."
+                "arguments: text that is not a JSON object: '{city')");
+}
+
+/* A forced template that thinks where the model's own does not is told; one that does as the
+ * model's own is not. */
+static void test_template_that_thinks_otherwise_is_told(void **state)
+{
+    (void)state;
+    static const char *const texts[] = {"<think>\\n\\n</think>\\n", ""};
+    case_write("rows.jsonl", ROW(USER("a"), BOT("b")));
+    for (int i = 0; i < 2; i++) {
+        char config[600];
+        snprintf(config, sizeof config,
+                 "model: @/model\ntrain_dataset: @/rows.jsonl\noutput_dir: @/out\nnproc: 1\n"
+                 "custom_chat_template: \"{%% for m in messages %%}{{ m.role }}:{%% if m.role == "
+                 "'assistant' %%}%s{%% endif %%}{{ m.content }};{%% endfor %%}{%% if "
+                 "add_generation_prompt %%}assistant:{%% endif %%}\"\n",
+                 texts[i]);
+        case_write("think.yaml", config);
+        program_run run = case_run("data @/think.yaml");
+        int told = case_count(&run.err, "custom_chat_template writes a <think> block before an "
+                                        "answer without reasoning, the model's own (");
+        if (run.code != 0 || told != (i == 0) || case_count(&run.err, "<think>") != told)
+            fail_msg("exit %d, '%s': %s", run.code, texts[i], run.err.data);
+        program_run_deinit(&run);
+    }
+}
+
 /* Goal: the ids are those of the whole text, also where header and answer meet, in both ways of
  * making samples. */
 static void test_answer_that_begins_with_a_line_feed(void **state)
@@ -312,6 +402,8 @@ int main(void)
         cmocka_unit_test(test_weight_zero_is_not_trained),
         cmocka_unit_test(test_keys_of_messages_are_read_or_told),
         cmocka_unit_test(test_tools_of_other_rows_add_no_arguments),
+        cmocka_unit_test(test_templates_get_calls_and_reasoning_in_any_form),
+        cmocka_unit_test(test_template_that_thinks_otherwise_is_told),
         cmocka_unit_test(test_answer_that_begins_with_a_line_feed),
         cmocka_unit_test(test_end_token_is_trained_when_it_is_the_pad_token),
         cmocka_unit_test(test_long_rows_become_several_samples),

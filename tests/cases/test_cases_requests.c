@@ -201,6 +201,17 @@ static void test_small_data_still_makes_steps(void **state)
                 0, "1 steps, loss ");
 }
 
+/* The log says whose template made the samples. */
+static void test_the_template_in_use_is_told(void **state)
+{
+    (void)state;
+    case_expect("train @/c.yaml output_dir=@/own", 0, "chat template: @/model/chat_template.jinja");
+    case_expect("train @/c.yaml output_dir=@/custom "
+                "custom_chat_template=\"{%~for~m~in~messages~%}{{~m.role~}}:{{~m.content~}};"
+                "{%~endfor~%}{%~if~add_generation_prompt~%}assistant:{%~endif~%}\"",
+                0, "chat template: custom_chat_template");
+}
+
 /* Checkpoints that another run left are told: auto would take them. */
 static void test_checkpoints_of_an_earlier_run_are_told(void **state)
 {
@@ -239,6 +250,7 @@ int main(void)
         cmocka_unit_test(test_paths_of_any_kind),
         cmocka_unit_test(test_small_rate_is_shown),
         cmocka_unit_test(test_small_data_still_makes_steps),
+        cmocka_unit_test(test_the_template_in_use_is_told),
         cmocka_unit_test(test_checkpoints_of_an_earlier_run_are_told),
         cmocka_unit_test(test_prompts_of_different_lengths_in_batches),
     };
