@@ -57,6 +57,20 @@ same() {
             END { exit bad || NR == 0 }' || fail "$1: $key differs from one rank"
     done
 }
+# said NAME key=value...: the log names the degrees and the stage that were asked for
+said() {
+    run=$1; shift
+    for key in "$@"; do
+        case $key in
+            dp_size=*) text="= dp ${key#*=} x" ;;
+            cp_size=*) text="x cp ${key#*=} " ;;
+            zero_stage=*) text="zero_stage ${key#*=} " ;;
+            cp_mode=ring) text="attention: ulysses 1 x ring " ;;
+            *) continue ;;
+        esac
+        grep -q "ranks: .*$text" "$work/$run.out" || { fail "$run: $key is not in use"; grep "ranks: " "$work/$run.out"; }
+    done
+}
 
 train one || { cat "$work/one.out"; exit 1; }
 grep -q '"loss"' "$work/one/trainer_log.jsonl" || { echo "no loss in trainer_log.jsonl"; exit 1; }
@@ -71,6 +85,7 @@ for layout in "dp2 dp_size=2" "cp2 cp_size=2" "cp3 cp_size=3" "cp4 cp_size=4" "d
     set -- $layout
     train "$@" || { fail "$layout ended with $?"; tail -3 "$work/$1.out"; continue; }
     same "$1"
+    said "$@"
 done
 
 cmp -s "$work/ring3/model.safetensors" "$work/again/model.safetensors" || fail "ring3: a second run has other bits"

@@ -15,8 +15,8 @@ typedef struct {
     int64_t q_heads, kv_heads;
 } heads;
 
-static const heads all_heads[] = {{32, 8}, {16, 2}, {9, 3}, {14, 2},
-                                  {6, 2},  {8, 1},  {4, 4}, {8, 8}};
+static const heads all_heads[] = {{32, 8}, {16, 2}, {9, 3}, {14, 2}, {6, 2},
+                                  {8, 1},  {4, 4},  {8, 8}, {40, 8}};
 static const int64_t all_tokens[] = {24, 7, 1};
 #define DIM 4
 
