@@ -9,10 +9,11 @@ __device__ __forceinline__ float sigmoid(float x)
     return __fdividef(1.0f, 1.0f + __expf(-x));
 }
 
-/* ---- convolution: a thread owns N channels of a run of rows and slides a window along it; it
- * reads AHEAD rows before it works on the first of them ---- */
+/* ---- convolution: a thread owns N channels of a run of rows and slides a window along it; while
+ * it works on AHEAD rows, the next ones come. Where these lie within a document nothing is asked
+ * ---- */
 
-enum { CONV_THREADS = 128, CONV_RUN = 64, CONV_RUNS = 128, AHEAD = 4, MOST_TAPS = 16 };
+enum { CONV_THREADS = 128, CONV_RUN = 64, CONV_RUNS = 64, AHEAD = 4, MOST_TAPS = 16 };
 
 struct conv_args {
     int64_t rows, width, docs, run; /* run: rows of a thread */
@@ -90,6 +91,33 @@ __device__ __forceinline__ void unpack(float (&out)[N], const vec<T, N> &x)
         out[i] = to_f32(x.v[i]);
 }
 
+/* The next row x comes into the window, whose last used row it becomes, and y leaves it. */
+template <typename T, int N, int K>
+__device__ __forceinline__ void slide(float (&window)[K][N], const float (&taps)[K][N],
+                                      const vec<T, N> &x, T *y, int used)
+{
+    float sum[N] = {};
+#pragma unroll
+    for (int j = 0; j < K; j++)
+        if (j + 1 == used)
+            unpack<T, N>(window[j], x);
+#pragma unroll
+    for (int j = 0; j < K; j++)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (j < used)
+                sum[i] += taps[j][i] * window[j][i];
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        sum[i] *= sigmoid(sum[i]);
+    store_f32<T, N>(y, sum);
+#pragma unroll
+    for (int j = 0; j + 1 < K; j++)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            window[j][i] = window[j + 1][i];
+}
+
 /* window[j] is row t - taps + 1 + j. */
 template <typename T, int N, int K>
 __global__ void __launch_bounds__(CONV_THREADS)
@@ -103,15 +131,27 @@ __global__ void __launch_bounds__(CONV_THREADS)
     if (c >= a.width || first >= last)
         return;
     float taps[K][N], window[K][N];
+    vec<T, N> rows[AHEAD], ahead[AHEAD];
     load_taps<T, N, K>(taps, w, c, used);
     int64_t doc = doc_of(a, first), begin = a.cu_seqlens[doc], end = a.cu_seqlens[doc + 1];
     bool fresh = true; /* the window is of another document */
-    for (int64_t from = first; from < last; from += AHEAD) {
-        vec<T, N> rows[AHEAD];
 #pragma unroll
-        for (int r = 0; r < AHEAD; r++)
-            if (from + r < last)
-                rows[r] = *reinterpret_cast<const vec<T, N> *>(x + (from + r) * a.x + c);
+    for (int r = 0; r < AHEAD; r++)
+        if (first + r < last)
+            ahead[r] = *reinterpret_cast<const vec<T, N> *>(x + (first + r) * a.x + c);
+    for (int64_t from = first; from < last; from += AHEAD) {
+#pragma unroll
+        for (int r = 0; r < AHEAD; r++) {
+            rows[r] = ahead[r];
+            if (from + AHEAD + r < last)
+                ahead[r] = *reinterpret_cast<const vec<T, N> *>(x + (from + AHEAD + r) * a.x + c);
+        }
+        if (!fresh && from + AHEAD <= (end < last ? end : last)) {
+#pragma unroll
+            for (int r = 0; r < AHEAD; r++)
+                slide<T, N, K>(window, taps, rows[r], y + (from + r) * a.y + c, used);
+            continue;
+        }
 #pragma unroll
         for (int r = 0; r < AHEAD; r++) {
             int64_t t = from + r;
@@ -123,12 +163,6 @@ __global__ void __launch_bounds__(CONV_THREADS)
                 end = a.cu_seqlens[doc + 1];
                 fresh = true;
             }
-            float sum[N] = {};
-#pragma unroll
-            for (int j = 0; j + 1 < K; j++)
-#pragma unroll
-                for (int i = 0; i < N; i++)
-                    window[j][i] = window[j + 1][i];
             if (fresh)
 #pragma unroll
                 for (int j = 0; j < K; j++)
@@ -136,20 +170,7 @@ __global__ void __launch_bounds__(CONV_THREADS)
                         load_input<T, N>(window[j], a, x, history, doc, begin, t - used + 1 + j, c,
                                          used);
             fresh = false;
-#pragma unroll
-            for (int j = 0; j < K; j++)
-                if (j + 1 == used)
-                    unpack<T, N>(window[j], rows[r]);
-#pragma unroll
-            for (int j = 0; j < K; j++)
-#pragma unroll
-                for (int i = 0; i < N; i++)
-                    if (j < used)
-                        sum[i] += taps[j][i] * window[j][i];
-#pragma unroll
-            for (int i = 0; i < N; i++)
-                sum[i] *= sigmoid(sum[i]);
-            store_f32<T, N>(y + t * a.y + c, sum);
+            slide<T, N, K>(window, taps, rows[r], y + t * a.y + c, used);
         }
     }
 }
@@ -169,10 +190,84 @@ template <typename T> __global__ void conv_keep(conv_args a, T *history, const T
     }
 }
 
-/* From the run's last row down, taps - 1 rows of the next run first: dc[i] is the gradient of the
- * sum at row t + i.   partial: [runs, width * taps] or NULL. */
+/* What a thread carries from a row to the one before: the window of inputs from row t - taps + 1
+ * on; dc[i], the gradient of the sum at row t + i; and the sums of dw. */
+template <int N, int K> struct conv_back {
+    float taps[K][N], window[K][N], dc[K][N], dw[K][N];
+};
+
+/* Goes to row t, whose oldest input is x; OWN: the row is of this run, else only dc is wanted. */
+template <bool OWN, typename T, int N, int K>
+__device__ __forceinline__ void slide_back(conv_back<N, K> &s, const float (&x)[N],
+                                           const vec<T, N> &dy, T *dx, int used)
+{
+    float sum[N] = {}, grad[N];
+    unpack<T, N>(grad, dy);
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        s.window[0][i] = x[i];
+#pragma unroll
+    for (int j = 0; j < K; j++)
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (j < used)
+                sum[i] += s.taps[j][i] * s.window[j][i];
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        float f = sigmoid(sum[i]);
+        s.dc[0][i] = grad[i] * (f + sum[i] * (f - f * f));
+    }
+    if (OWN) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            sum[i] = 0;
+#pragma unroll
+            for (int j = 0; j < K; j++)
+                if (j < used)
+                    s.dw[j][i] += s.dc[0][i] * s.window[j][i];
+#pragma unroll
+            for (int j = 0; j < K; j++)
+#pragma unroll
+                for (int e = 0; e < K; e++)
+                    if (e == used - 1 - j)
+                        sum[i] += s.taps[j][i] * s.dc[e][i];
+        }
+        store_f32<T, N>(dx, sum);
+    }
+}
+
+/* Room for the row before; fresh: it is of another document. */
+template <int N, int K> __device__ __forceinline__ void shift_back(conv_back<N, K> &s, bool fresh)
+{
+#pragma unroll
+    for (int j = K - 1; j > 0; j--)
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            s.window[j][i] = s.window[j - 1][i];
+            s.dc[j][i] = fresh ? 0.0f : s.dc[j - 1][i];
+        }
+}
+
+/* Rows t of dy and t - taps + 1 of x for t = from, from - 1, ... */
+template <typename T, int N>
+__device__ __forceinline__ void load_back(vec<T, N> (&inputs)[AHEAD], vec<T, N> (&grads)[AHEAD],
+                                          const conv_args &a, const T *x, const T *dy, int64_t from,
+                                          int64_t first, int64_t c, int used)
+{
+#pragma unroll
+    for (int r = 0; r < AHEAD; r++) {
+        int64_t t = from - r, oldest = t - used + 1;
+        if (t >= first)
+            grads[r] = *reinterpret_cast<const vec<T, N> *>(dy + t * a.dy + c);
+        if (t >= first && oldest >= 0)
+            inputs[r] = *reinterpret_cast<const vec<T, N> *>(x + oldest * a.x + c);
+    }
+}
+
+/* From the run's last row down, taps - 1 rows of the next run first.
+ * partial: [runs, width * taps] or NULL. */
 template <typename T, int N, int K>
-__global__ void __launch_bounds__(CONV_THREADS)
+__global__ void __launch_bounds__(CONV_THREADS, 4)
     conv_backward(conv_args a, T *__restrict__ dx, float *__restrict__ partial,
                   const T *__restrict__ dy, const T *__restrict__ x, const T *__restrict__ w)
 {
@@ -182,24 +277,36 @@ __global__ void __launch_bounds__(CONV_THREADS)
     int used = taps_of<K>(a);
     if (c >= a.width)
         return;
-    float taps[K][N], window[K][N], dc[K][N] = {}, dw[K][N] = {};
-    load_taps<T, N, K>(taps, w, c, used);
+    conv_back<N, K> s = {};
+    load_taps<T, N, K>(s.taps, w, c, used);
     int64_t top = last + used - 2 < a.rows ? last + used - 2 : a.rows - 1;
     int64_t doc = doc_of(a, top), begin = a.cu_seqlens[doc];
+    int64_t from = first < last ? top : first - 1;
     bool fresh = true; /* the window is of another document */
-    for (int64_t from = first < last ? top : first - 1; from >= first; from -= AHEAD) {
-        vec<T, N> inputs[AHEAD], grads[AHEAD]; /* rows t - taps + 1 of x, t of dy */
+    vec<T, N> inputs[AHEAD], grads[AHEAD], next_inputs[AHEAD], next_grads[AHEAD];
+    load_back<T, N>(next_inputs, next_grads, a, x, dy, from, first, c, used);
+    for (; from >= first; from -= AHEAD) {
 #pragma unroll
         for (int r = 0; r < AHEAD; r++) {
-            int64_t t = from - r, oldest = t - used + 1;
-            if (t >= first)
-                grads[r] = *reinterpret_cast<const vec<T, N> *>(dy + t * a.dy + c);
-            if (t >= first && oldest >= 0)
-                inputs[r] = *reinterpret_cast<const vec<T, N> *>(x + oldest * a.x + c);
+            inputs[r] = next_inputs[r];
+            grads[r] = next_grads[r];
+        }
+        load_back<T, N>(next_inputs, next_grads, a, x, dy, from - AHEAD, first, c, used);
+        int64_t lowest = from - AHEAD + 1;
+        if (!fresh && from < last && lowest >= first && lowest - used + 1 >= begin) {
+#pragma unroll
+            for (int r = 0; r < AHEAD; r++) {
+                float input[N];
+                unpack<T, N>(input, inputs[r]);
+                shift_back(s, false);
+                slide_back<true, T, N, K>(s, input, grads[r], dx + (from - r) * a.y + c, used);
+            }
+            continue;
         }
 #pragma unroll
         for (int r = 0; r < AHEAD; r++) {
             int64_t t = from - r;
+            float input[N] = {};
             if (t < first)
                 break;
             while (t < begin) {
@@ -207,54 +314,20 @@ __global__ void __launch_bounds__(CONV_THREADS)
                 begin = a.cu_seqlens[doc];
                 fresh = true;
             }
-            float sum[N] = {}, grad[N];
-#pragma unroll
-            for (int j = K - 1; j > 0; j--)
-#pragma unroll
-                for (int i = 0; i < N; i++) {
-                    window[j][i] = window[j - 1][i];
-                    dc[j][i] = fresh ? 0.0f : dc[j - 1][i]; /* not of another document */
-                }
+            shift_back(s, fresh);
             if (fresh)
 #pragma unroll
                 for (int j = 1; j < K; j++)
                     if (j < used)
-                        load_input<T, N>(window[j], a, x, (const T *)NULL, doc, begin,
+                        load_input<T, N>(s.window[j], a, x, (const T *)NULL, doc, begin,
                                          t - used + 1 + j, c, used);
             fresh = false;
-            unpack<T, N>(window[0], inputs[r]);
-            unpack<T, N>(grad, grads[r]);
-#pragma unroll
-            for (int i = 0; i < N; i++)
-                window[0][i] = t - used + 1 >= begin ? window[0][i] : 0.0f;
-#pragma unroll
-            for (int j = 0; j < K; j++)
-#pragma unroll
-                for (int i = 0; i < N; i++)
-                    if (j < used)
-                        sum[i] += taps[j][i] * window[j][i];
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                float s = sigmoid(sum[i]);
-                dc[0][i] = grad[i] * s * (1.0f + sum[i] * (1.0f - s));
-            }
-            if (t >= last)
-                continue; /* another run's row */
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                sum[i] = 0;
-#pragma unroll
-                for (int j = 0; j < K; j++)
-                    if (j < used)
-                        dw[j][i] += dc[0][i] * window[j][i];
-#pragma unroll
-                for (int j = 0; j < K; j++)
-#pragma unroll
-                    for (int e = 0; e < K; e++)
-                        if (e == used - 1 - j)
-                            sum[i] += taps[j][i] * dc[e][i];
-            }
-            store_f32<T, N>(dx + t * a.y + c, sum);
+            if (t - used + 1 >= begin)
+                unpack<T, N>(input, inputs[r]);
+            if (t < last)
+                slide_back<true, T, N, K>(s, input, grads[r], dx + t * a.y + c, used);
+            else /* another run's row */
+                slide_back<false, T, N, K>(s, input, grads[r], NULL, used);
         }
     }
     if (partial)
@@ -263,14 +336,14 @@ __global__ void __launch_bounds__(CONV_THREADS)
 #pragma unroll
             for (int i = 0; i < N; i++)
                 if (j < used)
-                    partial[((int64_t)blockIdx.y * a.width + c + i) * used + j] = dw[j][i];
+                    partial[((int64_t)blockIdx.y * a.width + c + i) * used + j] = s.dw[j][i];
 }
 
 /* Calls F(N, K). */
 #define BY_TAPS(taps, wide, F)                                                                     \
     do {                                                                                           \
         if ((taps) == 4 && (wide))                                                                 \
-            F(WIDE<T>, 4);                                                                         \
+            F(4, 4);                                                                               \
         else if ((taps) == 4)                                                                      \
             F(1, 4);                                                                               \
         else                                                                                       \
@@ -308,7 +381,7 @@ static ith_status conv1d_silu_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, 
 {
     int64_t run = ith_max_i64(CONV_RUN, ith_div_ceil(x.shape[0], 1 << 15)); /* grids end at 2^16 */
     conv_args a = conv_args_of(y, x, w, y, history, seqs, run);
-    int64_t n = 16 / ith_dtype_bytes(x.dtype);
+    int64_t n = 4;
     bool wide = rows_aligned(y, n) && rows_aligned(x, n) && rows_aligned(history, n) &&
                 (uintptr_t)w.data % 16 == 0;
     ITH_TRY(check_taps(ctx, w));
@@ -583,7 +656,7 @@ __device__ __forceinline__ float rstd_of(const float (&x)[ITEMS][N], int64_t dim
 }
 
 template <typename T, int N, int ITEMS, int LANES>
-__global__ void __launch_bounds__(NORM_WARPS * 32)
+__global__ void __launch_bounds__(NORM_WARPS * 32, 4)
     gated_fwd(gated_args a, const float *w, int64_t turns)
 {
     int64_t dim = a.x.shape[2];
@@ -715,7 +788,7 @@ static ith_status gated_rmsnorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x
     bool wide = rows_aligned(y, n) && rows_aligned(x, n) && rows_aligned(z, n);
 #define LAUNCH(N, ITEMS, LANES)                                                                    \
     gated_fwd<T, N, ITEMS, LANES>                                                                  \
-        <<<grid_of(norm_turns<LANES>(x), NORM_WARPS, NORM_BLOCKS), NORM_WARPS * 32, 0,             \
+        <<<grid_of(norm_turns<LANES>(x), NORM_WARPS, INT32_MAX), NORM_WARPS * 32, 0,               \
            ith_cuda_stream(ctx)>>>(a, (const float *)w.data, norm_turns<LANES>(x))
     ITH_BY_TYPE(x.dtype, BY_DIM(x.shape[2], wide, LAUNCH));
 #undef LAUNCH
