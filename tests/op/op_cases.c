@@ -294,6 +294,7 @@ static const document_list document_lists[] = {
     {2, {0, 100, 17000}},                /* 10: longer than a stretch of the CUDA delta rule */
     {1, {0, 65536}},                     /* 11, 12: as long as training goes */
     {1, {0, 262144}},
+    {1, {0, 5000}}, /* 13: so long that the CUDA delta rule walks it in pieces */
 };
 
 static ith_seqs make_seqs(op_run *r, int64_t docs, int64_t *rows)
@@ -1143,9 +1144,10 @@ static const op_case long_cases[] = {
     C(gated_delta_rule_forward, 10, 1, 2, 128, 128, 1, 1),
     C(gated_delta_rule_forward, 11, 1, 1, 128, 128, 1, 0),
     C(gated_delta_rule_forward, 12, 1, 1, 128, 128, 0, 0),
+    C(gated_delta_rule_forward, 12, 1, 1, 128, 128, 3, 0),
     C(gated_delta_rule_forward, 12, 1, 1, 128, 128, 2, 0),
     C(gated_delta_rule_backward, 10, 1, 2, 128, 128, 1, 1),
-    C(gated_delta_rule_backward, 10, 1, 1, 128, 128, 0, 0),
+    C(gated_delta_rule_backward, 10, 1, 1, 128, 128, 3, 1),
     C(gated_delta_rule_backward, 11, 1, 1, 128, 128, 0, 0),
     C(gated_delta_rule_backward, 11, 1, 1, 128, 128, 2, 0),
     C(gated_delta_rule_backward, 12, 1, 1, 128, 128, 0, 0),
