@@ -4,7 +4,7 @@
  * few tokens of each document are decoded token by token. */
 #include "kernels/cuda/delta_cuda.cuh"
 
-enum { STRETCH_CHUNKS = 256, DECODE_TOKENS = 8, TABLE_THREADS = 1024 };
+enum { STRETCH_CHUNKS = 256, PIECE_CHUNKS = 12, DECODE_TOKENS = 8, TABLE_THREADS = 1024 };
 
 /* Chunks of every document, in order. One block. */
 __global__ void __launch_bounds__(TABLE_THREADS)
@@ -83,6 +83,21 @@ static delta_args args_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor g
     return a;
 }
 
+/* A document in p pieces takes a head p - 1 walks from zero and p - 2 for the maps, a block each;
+ * from 3 pieces on it gains. So all cells of (document, piece, head) are at most one a block. */
+static bool has_pieces(int64_t heads)
+{
+    return 3 * heads <= ITH_CUDA_SMS;
+}
+
+/* As many as keep the device busy, of PIECE_CHUNKS chunks or more. */
+static int64_t pieces_of(int64_t heads, int64_t docs, int64_t chunks)
+{
+    int64_t walks = heads * docs, most = (ITH_CUDA_SMS / walks + 3) / 2;
+    int64_t pieces = ith_min_i64(most, chunks / docs / PIECE_CHUNKS);
+    return 3 * walks <= ITH_CUDA_SMS && pieces >= 3 ? pieces : 1;
+}
+
 static int64_t lay_out(delta_args *a, delta_scratch *s, ith_carve c, ith_seqs seqs, bool backward,
                        bool fast)
 {
@@ -91,6 +106,7 @@ static int64_t lay_out(delta_args *a, delta_scratch *s, ith_carve c, ith_seqs se
     int64_t stretches = ith_div_ceil(most, STRETCH_CHUNKS), item = fast ? 2 : 4;
     int64_t cells = stretch * a->heads, size = (int64_t)a->dim_k * a->dim_v;
     s->stretch = stretch;
+    int64_t piece_cells = fast && has_pieces(a->heads) ? ITH_CUDA_SMS : 0;
     s->state_size = a->heads * size;
     s->chunks = (delta_chunk *)ith_carve_take(&c, ith_mul_bytes(most, sizeof(delta_chunk)));
     s->doc_chunks = (int32_t *)ith_carve_take(&c, ith_mul_bytes(seqs.num_docs + 1, 4));
@@ -103,6 +119,9 @@ static int64_t lay_out(delta_args *a, delta_scratch *s, ith_carve c, ith_seqs se
     a->gates = (float *)ith_carve_take(&c, ith_mul_bytes(cells * DELTA_GATES * DELTA_C, 4));
     a->sums = (double *)ith_carve_take(&c, ith_mul_bytes(cells * DELTA_C, 8));
     a->norms = (float *)ith_carve_take(&c, ith_mul_bytes(stretch * keys * 2 * DELTA_C, 4));
+    a->entries = (float *)ith_carve_take(&c, ith_mul_bytes(piece_cells * size, 4));
+    a->ends = (float *)ith_carve_take(&c, ith_mul_bytes(piece_cells * size, 4));
+    a->maps = (float *)ith_carve_take(&c, ith_mul_bytes(piece_cells * size, 4));
     if (backward) {
         s->gradients = (float *)ith_carve_take(&c, ith_mul_bytes(2 * s->state_size, 4));
         a->states = ith_carve_take(&c, ith_mul_bytes(cells * size, item));
@@ -147,6 +166,7 @@ static int64_t enter_stretch(delta_args *a, const delta_scratch *s, ith_seqs seq
         docs += end > a->first;
         at = end;
     }
+    a->pieces = pieces_of(a->heads, docs, a->count);
     return docs;
 }
 
@@ -284,6 +304,7 @@ static ith_status backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tenso
     int64_t chunks = chunks_of(seqs), stretches = ith_div_ceil(chunks, s.stretch);
     delta_args ahead = a;
     ahead.states = ahead.y = NULL;
+    ahead.carry_only = true;
     for (int64_t i = 0; i + 1 < stretches; i++) {
         int64_t docs = enter_stretch(&ahead, &s, seqs, chunks, i);
         ahead.carried = s.begins + i * s.state_size;

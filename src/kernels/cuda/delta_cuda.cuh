@@ -63,6 +63,11 @@ typedef struct {
     void *y, *dr;              /* [count,heads,C,Dv] */
     const float *carried;      /* [heads,Dk,Dv] of the document that the stretch's begin cuts */
     float *carry;              /* of the one that its end cuts; for dS the ends are swapped */
+    bool carry_only;           /* nothing else is wanted of this stretch */
+    /* A document's chunks are walked in so many pieces at once: first each from zero and for its
+     * map (S behind = map S before + end), then from the entries that follow from these. */
+    int64_t pieces;               /* 1: in one go */
+    float *entries, *ends, *maps; /* [docs,pieces,heads,Dk,Dv] */
 } delta_args;
 
 /* Element 0 of a head's row. */

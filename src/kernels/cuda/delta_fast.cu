@@ -300,15 +300,15 @@ __device__ __forceinline__ void make_products(prepare_shared *s, const delta_arg
         }
 }
 
-/* Norms, decays, Z and P.    grid: chunks, key heads */
+/* Norms, decays, Z and P.    grid: key heads, chunks: blocks at work together read whole rows */
 __global__ void __launch_bounds__(THREADS, 4) prepare(const __grid_constant__ prepare_args w)
 {
     extern __shared__ __align__(1024) char shared[];
     prepare_shared *s = (prepare_shared *)shared;
     const delta_args &a = w.a;
     int id = (int)threadIdx.x, warp = id / 32;
-    int64_t key = blockIdx.y, cell = (int64_t)blockIdx.x * a.heads, end = (key + 1) * a.group;
-    delta_chunk c = a.chunks[a.first + blockIdx.x];
+    int64_t key = blockIdx.x, cell = (int64_t)blockIdx.y * a.heads, end = (key + 1) * a.group;
+    delta_chunk c = a.chunks[a.first + blockIdx.y];
     if (id == 0) {
         uint32_t bar = shared_at(&s->here);
         barrier_init(bar, 1);
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(THREADS, 4) prepare(const __grid_constant__ pr
         __syncthreads();
     }
     square_part qk;
-    make_products(s, a, (int64_t)blockIdx.x * (a.heads / a.group) + key, qk);
+    make_products(s, a, (int64_t)blockIdx.y * (a.heads / a.group) + key, qk);
     for (int64_t head = key * a.group; head < end; head += 2) {
         int heads = head + 1 < end ? 2 : 1, own = id / C;
         if (head > key * a.group && warp < heads)
@@ -375,7 +375,7 @@ static cudaError_t launch(cudaStream_t stream, const prepare_args *w)
     int bytes = (int)sizeof(prepare_shared);
     cudaError_t code =
         cudaFuncSetAttribute(prepare, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    dim3 grid((unsigned)w->a.count, (unsigned)(w->a.heads / w->a.group));
+    dim3 grid((unsigned)(w->a.heads / w->a.group), (unsigned)w->a.count);
     prepare<<<grid, THREADS, (size_t)bytes, stream>>>(*w);
     return code;
 }

@@ -40,25 +40,72 @@ template <int GROUPS, walk_kind KIND> struct walk_shared {
 /* Maps of [T,H,D] operands as [H,T,D]; v: values or dO, o: O or dV. */
 struct walk_args {
     delta_args a;
+    bool trial; /* pieces from zero and their maps; nothing else is written */
     CUtensorMap k, q, v, o;
 };
 
 /* What a block works on: chunks first, first + step, ... of `count`. */
 struct walk_place {
     int64_t head, key, col; /* col: its first column */
-    delta_span span;
     int64_t first, step, count;
+    bool map;           /* from the identity, without values or dO, for the map of a piece */
+    const float *entry; /* [Dk,Dv], NULL: zero */
+    float *exit;        /* NULL: not wanted */
 };
 
-template <int GROUPS, walk_kind KIND>
-__device__ __forceinline__ walk_place walk_place_of(const delta_args &a)
+/* Where a document of the stretch begins and ends: state, gradient, or what other stretches made
+ * and want. */
+template <bool BACK>
+__device__ __forceinline__ const float *document_entry(const delta_args &a, const delta_span &span,
+                                                       int64_t doc, int64_t head)
 {
-    walk_place p = {(int64_t)blockIdx.y, (int64_t)blockIdx.y / a.group,
-                    (int64_t)blockIdx.x * GROUPS * COLS, span_of(a, a.doc + blockIdx.z)};
-    p.first = KIND == BACK ? p.span.end - 1 : p.span.begin;
-    p.step = KIND == BACK ? -1 : 1;
-    p.count = p.span.end - p.span.begin;
-    return p;
+    if (BACK ? span.cut_end : span.cut_begin)
+        return a.carried + head * DIM * DIM;
+    return state_of(a, BACK ? a.dstate : a.state, doc, head);
+}
+
+template <bool BACK>
+__device__ __forceinline__ float *document_exit(const delta_args &a, const delta_span &span,
+                                                int64_t doc, int64_t head)
+{
+    if (BACK ? span.cut_begin : span.cut_end)
+        return a.carry + head * DIM * DIM;
+    return BACK || a.give_state ? state_of(a, BACK ? a.dstate : a.state, doc, head) : NULL;
+}
+
+/* False: nothing to do. */
+template <int GROUPS, walk_kind KIND>
+__device__ __forceinline__ bool find_place(walk_place &p, const walk_args &w)
+{
+    const delta_args &a = w.a;
+    constexpr bool IS_BACK = KIND == BACK;
+    int64_t z = blockIdx.z, walks = w.trial && !IS_BACK ? 2 : 1;
+    int64_t piece = z / walks % a.pieces, doc = z / walks / a.pieces;
+    delta_span span = span_of(a, a.doc + doc);
+    int64_t each = (span.end - span.begin + a.pieces - 1) / a.pieces;
+    int64_t begin = span.begin + piece * each, end = begin + each;
+    begin = begin < span.end ? begin : span.end;
+    end = end < span.end ? end : span.end;
+    bool is_first = piece == (IS_BACK ? a.pieces - 1 : 0); /* of those that are walked in turn */
+    bool is_last = piece == (IS_BACK ? 0 : a.pieces - 1);
+    int64_t head = blockIdx.y, cell = ((doc * a.pieces + piece) * a.heads + head) * DIM * DIM;
+    p.head = head;
+    p.key = head / a.group;
+    p.col = (int64_t)blockIdx.x * GROUPS * COLS;
+    p.first = IS_BACK ? end - 1 : begin;
+    p.step = IS_BACK ? -1 : 1;
+    p.count = end - begin;
+    p.map = z % walks == 1;
+    p.entry = NULL;
+    if (a.pieces > 1 && !w.trial)
+        p.entry = a.entries + cell;
+    else if (is_first)
+        p.entry = document_entry<IS_BACK>(a, span, a.doc + doc, head);
+    if (!w.trial)
+        p.exit = is_last ? document_exit<IS_BACK>(a, span, a.doc + doc, head) : NULL;
+    else
+        p.exit = (p.map ? a.maps : a.ends) + cell;
+    return !w.trial || ((!is_last || a.carry_only) && !(is_first && p.map));
 }
 
 template <int GROUPS, walk_kind KIND>
@@ -233,16 +280,18 @@ __device__ __forceinline__ void send_rows(const CUtensorMap &map, const ith_tens
     }
 }
 
-/* A warpgroup's columns of a state in f32 memory [Dk,Dv]; s is the transpose. */
-__device__ __forceinline__ void load_state(float (&s)[DIM / 8][4], const float *from)
+/* A warpgroup's columns of a state in f32 memory [Dk,Dv], from `col` on; s is the transpose. */
+__device__ __forceinline__ void load_state(float (&s)[DIM / 8][4], const walk_place &p, int64_t col)
 {
-    int lane = (int)threadIdx.x % 32, row = (int)threadIdx.x / 32 % 4 * 16 + lane / 4;
+    int lane = (int)threadIdx.x % 32;
+    int64_t j0 = col + (int)threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
     for (int n = 0; n < DIM / 8; n++)
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            s[n][e] =
-                from ? from[(int64_t)(n * 8 + lane % 4 * 2 + e % 2) * DIM + row + e / 2 * 8] : 0.0f;
+        for (int e = 0; e < 4; e++) {
+            int64_t i = n * 8 + lane % 4 * 2 + e % 2, j = j0 + e / 2 * 8;
+            s[n][e] = p.map ? (i == j ? 1.0f : 0.0f) : p.entry ? p.entry[i * DIM + j] : 0.0f;
+        }
 }
 
 __device__ __forceinline__ void save_state(float *to, const float (&s)[DIM / 8][4])
@@ -300,34 +349,43 @@ __device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_a
     const delta_args &a = w.a;
     int group = (int)threadIdx.x / GROUP_THREADS;
     int64_t size = (int64_t)DIM * DIM, col = p.col + group * COLS, side = col / COLS;
-    float *state = state_of(a, a.state, a.doc + blockIdx.z, p.head);
-    const float *entry = p.span.cut_begin ? a.carried + p.head * size : state;
     char(*results)[SQUARE_BYTES] = sh->results[group];
     float s[DIM / 8][4];
-    load_state(s, entry ? entry + col : NULL);
+    uint32_t d[C / 16][4]; /* D^T, and what is on its way out */
+    load_state(s, p, col);
     delta_chunk chunk = {}, next = {};
     if (p.count)
         next = a.chunks[p.first];
+    /* O of the chunk before leaves under the first products of the next. */
+    auto send = [&] {
+        results_free<0>();
+        put_turned(results[0], d);
+        results_written();
+        send_rows(w.o, a.o, results[0], chunk.row, chunk.rows, p.head, col);
+        stores_end();
+    };
     for (int64_t i = 0; i < p.count; i++) {
         int64_t c = p.first + i, at = (c - a.first) * a.heads + p.head;
         const auto *in = &sh->stages[i % sh->STAGES];
         const float(*gates)[C] = in->gates;
         uint32_t left[DIM / 16][4], f[C / 16][4];
         float x[C / 8][4], o[C / 8][4];
-        chunk = next;
-        if (i + 1 < p.count)
-            next = a.chunks[c + 1];
         as_left(left, s);
-        enter_stage(sh, i, chunk.rows);
+        enter_stage(sh, i, next.rows);
         wgmma_begin();
         times_turned(x, left, in->k);
         wgmma_commit();
         if constexpr (OUT) {
             times_turned(o, left, in->q);
             wgmma_commit();
+            if (i > 0)
+                send();
         }
+        chunk = next;
+        if (i + 1 < p.count)
+            next = a.chunks[c + 1];
         load_turned(f, in->v[group]);
-        if (!OUT && a.states) {
+        if (!OUT && a.states && !w.trial) {
             results_free<1>();
             put_turned(results[0], left);
             results_written();
@@ -346,7 +404,7 @@ __device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_a
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 uint32_t &own = f[n / 2][n % 2 * 2 + h];
-                float2 v = both(own);
+                float2 v = p.map ? make_float2(0, 0) : both(own);
                 x[n][2 * h] = v.x - read.x * x[n][2 * h];
                 x[n][2 * h + 1] = v.y - read.y * x[n][2 * h + 1];
                 own = two(-beta.x * x[n][2 * h], -beta.y * x[n][2 * h + 1]);
@@ -365,7 +423,6 @@ __device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_a
         wgmma_results(x); /* Y^T */
         if (OUT)
             wgmma_results(o);
-        uint32_t d[C / 16][4];
 #pragma unroll
         for (int n = 0; n < C / 8; n++) {
             float2 beta = column2(gates[DELTA_BETA], n), write = column2(gates[DELTA_WRITE_K], n);
@@ -387,8 +444,7 @@ __device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_a
         if constexpr (OUT) {
             times_square<true, true>(o, d, in->p);
             wgmma_commit();
-            results_free<0>();
-        } else if (a.y) {
+        } else if (a.y && !w.trial) {
             results_free<1>();
             as_left(d, x);
             put_turned(results[2], d);
@@ -405,16 +461,12 @@ __device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_a
         if constexpr (OUT) {
             wgmma_results(o);
             as_left(d, o);
-            put_turned(results[0], d);
-            results_written();
-            send_rows(w.o, a.o, results[0], chunk.row, chunk.rows, p.head, col);
-            stores_end();
         }
     }
-    if (p.span.cut_end)
-        save_state(a.carry + p.head * size + col, s);
-    else if (state && a.give_state)
-        save_state(state + col, s);
+    if (OUT && p.count)
+        send();
+    if (p.exit)
+        save_state(p.exit + col, s);
     stores_wait();
 }
 
@@ -426,11 +478,9 @@ __device__ __forceinline__ void walk_back(walk_shared<GROUPS, BACK> *sh, const w
     const delta_args &a = w.a;
     int group = (int)threadIdx.x / GROUP_THREADS;
     int64_t size = (int64_t)DIM * DIM, col = p.col + group * COLS, side = col / COLS;
-    float *gradient = state_of(a, a.dstate, a.doc + blockIdx.z, p.head);
-    const float *entry = p.span.cut_end ? a.carried + p.head * size : gradient;
     char(*results)[SQUARE_BYTES] = sh->results[group];
     float s[DIM / 8][4];
-    load_state(s, entry ? entry + col : NULL);
+    load_state(s, p, col);
     delta_chunk chunk = {}, next = {};
     if (p.count)
         next = a.chunks[p.first];
@@ -468,14 +518,16 @@ __device__ __forceinline__ void walk_back(walk_shared<GROUPS, BACK> *sh, const w
         wgmma_begin();
         times_rows(s, r, in->q);
         wgmma_commit();
-        results_free<1>();
-        put_turned(results[0], left);
-        results_written();
-        if (is_sender()) {
-            bf16 *to = (bf16 *)a.dstates + at * size + side * C * COLS;
-            store_bytes(to, shared_at(results[0]), SQUARE_BYTES);
-            store_bytes(to + 2 * C * COLS, shared_at(results[1]), SQUARE_BYTES);
-            stores_end();
+        if (!w.trial) {
+            results_free<1>();
+            put_turned(results[0], left);
+            results_written();
+            if (is_sender()) {
+                bf16 *to = (bf16 *)a.dstates + at * size + side * C * COLS;
+                store_bytes(to, shared_at(results[0]), SQUARE_BYTES);
+                store_bytes(to + 2 * C * COLS, shared_at(results[1]), SQUARE_BYTES);
+                stores_end();
+            }
         }
         wgmma_wait<1>();
         wgmma_results(d);
@@ -509,37 +561,39 @@ __device__ __forceinline__ void walk_back(walk_shared<GROUPS, BACK> *sh, const w
         wgmma_begin();
         times_rows(s, f, in->k);
         wgmma_commit();
-        results_free<1>();
-        put_turned(results[3], r);
-        as_left(r, d);
-        put_turned(results[2], r);
-        results_written();
-        if (is_sender())
-            store_bytes((bf16 *)a.dr + (at * 2 + side) * C * COLS, shared_at(results[2]),
-                        SQUARE_BYTES);
-        send_rows(w.o, a.dv, results[3], chunk.row, chunk.rows, p.head, col);
-        stores_end();
+        if (!w.trial) {
+            results_free<1>();
+            put_turned(results[3], r);
+            as_left(r, d);
+            put_turned(results[2], r);
+            results_written();
+            if (is_sender())
+                store_bytes((bf16 *)a.dr + (at * 2 + side) * C * COLS, shared_at(results[2]),
+                            SQUARE_BYTES);
+            send_rows(w.o, a.dv, results[3], chunk.row, chunk.rows, p.head, col);
+            stores_end();
+        }
         wgmma_wait<0>();
         wgmma_results(s);
         leave_stage(sh, i);
     }
-    if (p.span.cut_begin)
-        save_state(a.carry + p.head * size + col, s);
-    else if (gradient)
-        save_state(gradient + col, s);
+    if (p.exit)
+        save_state(p.exit + col, s);
     stores_wait();
 }
 
 enum { FEED_REGISTERS = 40, WALK_REGISTERS = 232 }; /* one and two groups share 512 */
 
-/* grid: column blocks, value heads, documents */
+/* grid: column blocks, value heads, documents x pieces (x 2 with maps) */
 template <int GROUPS, walk_kind KIND>
 __global__ void __launch_bounds__((GROUPS + 1) * GROUP_THREADS, 1)
     walk_chunks(const __grid_constant__ walk_args w)
 {
     extern __shared__ __align__(1024) char shared[];
     auto *sh = (walk_shared<GROUPS, KIND> *)shared;
-    walk_place p = walk_place_of<GROUPS, KIND>(w.a);
+    walk_place p;
+    if (!find_place<GROUPS, KIND>(p, w))
+        return;
     open_stages(sh);
     if (threadIdx.x >= GROUPS * GROUP_THREADS) {
         if constexpr (GROUPS > 1)
@@ -556,13 +610,63 @@ __global__ void __launch_bounds__((GROUPS + 1) * GROUP_THREADS, 1)
     }
 }
 
+/* ---- from piece to piece ---- */
+
+enum { CHAIN_COLS = 16, CHAIN_THREADS = 2 * DIM };
+
+/* Entries of all pieces in f32: S <- map S + end; BACK: map^T, from the last. The first one is
+ * copied, for the last walk may write where it lies.
+ * grid: columns of the state, value heads, documents */
+template <bool BACK>
+__global__ void __launch_bounds__(CHAIN_THREADS) chain_pieces(const delta_args a)
+{
+    __shared__ float s[DIM][CHAIN_COLS];
+    int row = (int)threadIdx.x / 2, col = (int)threadIdx.x % 2 * 8;
+    int64_t head = blockIdx.y, size = (int64_t)DIM * DIM;
+    int64_t at = (int64_t)row * DIM + (int64_t)blockIdx.x * CHAIN_COLS + col;
+    delta_span span = span_of(a, a.doc + blockIdx.z);
+    const float *entry = document_entry<BACK>(a, span, a.doc + blockIdx.z, head);
+    for (int64_t n = 0; n < a.pieces; n++) {
+        int64_t piece = BACK ? a.pieces - 1 - n : n;
+        int64_t cell = (((int64_t)blockIdx.z * a.pieces + piece) * a.heads + head) * size;
+        bool is_last = n + 1 == a.pieces;
+        if (is_last && !(a.carry_only && span.cut_end))
+            break;
+        float out[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            out[j] = a.ends[cell + at + j];
+            if (n == 0)
+                a.entries[cell + at + j] = entry ? entry[at + j] : 0.0f;
+        }
+        if (n > 0) { /* the first one began as it should */
+            const float *map = a.maps + cell;
+#pragma unroll 8
+            for (int k = 0; k < DIM; k++) {
+                float f = BACK ? map[(int64_t)k * DIM + row] : map[(int64_t)row * DIM + k];
+#pragma unroll
+                for (int j = 0; j < 8; j++)
+                    out[j] += f * s[k][col + j];
+            }
+        }
+        __syncthreads();
+        int64_t step = BACK ? -a.heads * size : a.heads * size;
+        float *to = is_last ? a.carry + head * size : a.entries + cell + step;
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            to[at + j] = s[row][col + j] = out[j];
+        __syncthreads();
+    }
+}
+
 /* ---- launches ---- */
 
 template <int GROUPS, walk_kind KIND>
 static cudaError_t launch(cudaStream_t stream, const walk_args *w, int64_t docs)
 {
     int bytes = (int)sizeof(walk_shared<GROUPS, KIND>);
-    dim3 grid((unsigned)(DIM / (GROUPS * COLS)), (unsigned)w->a.heads, (unsigned)docs);
+    int64_t walks = docs * w->a.pieces * (w->trial && KIND != BACK ? 2 : 1);
+    dim3 grid((unsigned)(DIM / (GROUPS * COLS)), (unsigned)w->a.heads, (unsigned)walks);
     cudaError_t code = cudaFuncSetAttribute(walk_chunks<GROUPS, KIND>,
                                             cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     walk_chunks<GROUPS, KIND><<<grid, (GROUPS + 1) * GROUP_THREADS, (size_t)bytes, stream>>>(*w);
@@ -570,31 +674,47 @@ static cudaError_t launch(cudaStream_t stream, const walk_args *w, int64_t docs)
 }
 
 /* A block owns a whole state where these fill half the device or more, else half a state. */
-template <walk_kind KIND>
+template <walk_kind KIND> static ith_status walk_all(ith_ctx *ctx, const walk_args *w, int64_t docs)
+{
+    bool wide = 2 * w->a.heads * docs * w->a.pieces > ITH_CUDA_SMS;
+    ITH_CUDA_TRY(ctx,
+                 wide ? (launch<2, KIND>(ith_cuda_stream(ctx), w, docs))
+                      : (launch<1, KIND>(ith_cuda_stream(ctx), w, docs)),
+                 w->a.q);
+    return ITH_OK;
+}
+
+/* TRIAL: how pieces are walked to learn their ends and maps. */
+template <walk_kind KIND, walk_kind TRIAL>
 static ith_status start(ith_ctx *ctx, const delta_args *a, int64_t docs, ith_tensor v, ith_tensor o)
 {
     walk_args w;
     w.a = *a;
+    w.trial = false;
     ITH_TRY(delta_fast_map(ctx, &w.k, a->k));
     ITH_TRY(delta_fast_map(ctx, &w.q, a->q));
     ITH_TRY(delta_fast_map(ctx, &w.v, v));
     if (!is_absent(o))
         ITH_TRY(delta_fast_map(ctx, &w.o, o));
-    ITH_CUDA_TRY(ctx,
-                 2 * a->heads * docs > ITH_CUDA_SMS
-                     ? (launch<2, KIND>(ith_cuda_stream(ctx), &w, docs))
-                     : (launch<1, KIND>(ith_cuda_stream(ctx), &w, docs)),
-                 a->q);
-    return ITH_OK;
+    if (a->pieces > 1) {
+        dim3 grid(DIM / CHAIN_COLS, (unsigned)a->heads, (unsigned)docs);
+        w.trial = true;
+        ITH_TRY(walk_all<TRIAL>(ctx, &w, docs));
+        chain_pieces<KIND == BACK><<<grid, CHAIN_THREADS, 0, ith_cuda_stream(ctx)>>>(*a);
+        w.trial = false;
+        if (a->carry_only)
+            return ITH_OK;
+    }
+    return walk_all<KIND>(ctx, &w, docs);
 }
 
 ith_status delta_fast_scan(ith_ctx *ctx, const delta_args *a, int64_t docs)
 {
-    return is_absent(a->o) ? start<STATES>(ctx, a, docs, a->v, a->o)
-                           : start<OUTPUTS>(ctx, a, docs, a->v, a->o);
+    return is_absent(a->o) ? start<STATES, STATES>(ctx, a, docs, a->v, a->o)
+                           : start<OUTPUTS, STATES>(ctx, a, docs, a->v, a->o);
 }
 
 ith_status delta_fast_scan_back(ith_ctx *ctx, const delta_args *a, int64_t docs)
 {
-    return start<BACK>(ctx, a, docs, a->do_, a->dv);
+    return start<BACK, BACK>(ctx, a, docs, a->do_, a->dv);
 }
