@@ -214,11 +214,17 @@ ith_status ith_prompt_ids(const ith_answering *a, const json_t *messages, const 
         return ITH_OK;
     }
     ith_buf text = {0};
+    ith_ids ids = {0};
     ith_status status = ith_chat_render(a->chat, messages, tools, &o, &text, err);
     if (status == ITH_OK)
-        status = ith_tokenizer_encode(a->tokenizer, text.data ? text.data : "", text.len, out, err);
+        status =
+            ith_tokenizer_encode(a->tokenizer, text.data ? text.data : "", text.len, &ids, err);
     ith_buf_deinit(&text);
-    if (status == ITH_OK && out->count == 0)
-        return ith_fail(err, ITH_ERR_FORMAT, "the prompt is empty");
+    if (status == ITH_OK && ids.count == 0)
+        status = ith_fail(err, ITH_ERR_FORMAT, "the prompt is empty");
+    if (status == ITH_OK)
+        *out = ids;
+    else
+        ith_ids_free(&ids);
     return status;
 }
