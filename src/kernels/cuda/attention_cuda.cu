@@ -1,9 +1,9 @@
 /* attention_cuda.cu - attention over packed documents: which way it is computed, and the memory.
  *
  * bf16 goes to our specialised warps or, where cuDNN is faster, there: documents of one length as a
- * batch, others packed, with offsets made on the device from cu_seqlens. What neither takes (f32,
- * odd strides) goes to the plain kernels. Invariants: 1. lse is [T,Hq] on every way, so forward and
- * backward may take different ones.
+ * batch, and in forward others packed, with offsets made on the device from cu_seqlens. What
+ * neither takes (f32, odd strides) goes to the plain kernels. Invariants: 1. lse is [T,Hq] on every
+ * way, so forward and backward may take different ones.
  * 2. Workspace is an upper bound over all ways, for the plan is made before documents are known;
  * more documents than PLANNED_DOCS and than the plan's batch had are an error of the plan. */
 #include "kernels/cuda/common.cuh"
@@ -25,11 +25,12 @@ static int64_t bucket(int64_t n)
     return n <= 4 ? ith_max_i64(n, 1) : ith_round_up(n, step);
 }
 
-/* cuDNN reads and writes 16 bytes at once. */
+/* cuDNN reads and writes 16 bytes at once. Measured on an H200: faster with wide heads only. */
 static bool fits_cudnn(ith_tensor t)
 {
-    return t.dtype == ITH_BF16 && t.shape[2] % 16 == 0 && t.shape[2] <= 256 && t.stride[2] == 1 &&
-           (uintptr_t)t.data % 16 == 0 && t.stride[0] % 8 == 0 && t.stride[1] % 8 == 0;
+    return t.dtype == ITH_BF16 && t.shape[2] % 16 == 0 && t.shape[2] > 128 && t.shape[2] <= 256 &&
+           t.stride[2] == 1 && (uintptr_t)t.data % 16 == 0 && t.stride[0] % 8 == 0 &&
+           t.stride[1] % 8 == 0;
 }
 
 /* Length that all documents share, when batches of them are worth a plan; 0: none. */
@@ -52,13 +53,6 @@ static bool all_fit(bool (*fits)(ith_tensor), const ith_tensor *t, int count)
     return true;
 }
 
-/* Measured on an H200: only with wide heads, and then not where its packed backward (9.19) leaves
- * columns unwritten without a word. */
-static bool library_is_faster(int64_t dim, bool batch, bool backward)
-{
-    return dim > 128 && (batch || !backward);
-}
-
 /* Ways that tensors may go: q, k and all others. */
 typedef struct {
     bool stream, library;
@@ -73,18 +67,13 @@ static ways ways_of(const ith_tensor *t, int count, ith_seqs seqs, bool same_bit
     return w;
 }
 
-static way choose(ways w, int64_t dim, ith_seqs seqs, bool backward)
+/* cuDNN's packed backward (9.19) leaves columns from 128 on unwritten without a word. */
+static way choose(ways w, ith_seqs seqs, bool backward)
 {
     bool batch = common_length(seqs) > 0;
-    if (w.library && (!w.stream || library_is_faster(dim, batch, backward)))
+    if (w.library && (batch || !backward))
         return batch ? WAY_BATCH : WAY_PACKED;
     return w.stream ? WAY_STREAM : WAY_PLAIN;
-}
-
-/* Whatever documents come. */
-static bool may_take_library(ways w, int64_t dim, bool backward)
-{
-    return w.library && (!w.stream || library_is_faster(dim, true, backward));
 }
 
 static ways forward_ways(ith_tensor o, ith_tensor q, ith_tensor k, ith_tensor v, ith_seqs seqs)
@@ -181,12 +170,22 @@ static ith_status run_plan(ith_ctx *ctx, ith_carve *scratch, const ith_sdpa_plan
     return ITH_CUDA_LAUNCHED(ctx, named);
 }
 
+static void add_forward_data(void **data, ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o,
+                             ith_tensor lse)
+{
+    data[ITH_SDPA_Q] = q.data;
+    data[ITH_SDPA_K] = k.data;
+    data[ITH_SDPA_V] = v.data;
+    data[ITH_SDPA_O] = o.data;
+    data[ITH_SDPA_LSE] = lse.data;
+}
+
 static int64_t attention_forward_workspace(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
                                            ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
                                            bool causal)
 {
     (void)ctx, (void)lse, (void)scale, (void)causal;
-    if (q.shape[0] == 0 || !may_take_library(forward_ways(o, q, k, v, seqs), q.shape[2], false))
+    if (q.shape[0] == 0 || !forward_ways(o, q, k, v, seqs).library)
         return 0;
     return offsets_bytes(most_docs(seqs)) + LIBRARY_SLACK_BYTES;
 }
@@ -197,7 +196,7 @@ static ith_status attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, 
 {
     if (ith_numel(q) == 0)
         return ITH_OK;
-    way how = choose(forward_ways(o, q, k, v, seqs), q.shape[2], seqs, false);
+    way how = choose(forward_ways(o, q, k, v, seqs), seqs, false);
     if (how == WAY_PLAIN)
         return ith_attention_plain_forward(ctx, o, lse, q, k, v, seqs, scale, causal);
     if (how == WAY_STREAM)
@@ -207,11 +206,7 @@ static ith_status attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, 
     ITH_TRY(ith_sdpa_plan_of(ctx, &key, &plan));
     ith_carve scratch = ith_carve_begin(ctx);
     void *data[ITH_SDPA_NAMES] = {NULL};
-    data[ITH_SDPA_Q] = q.data;
-    data[ITH_SDPA_K] = k.data;
-    data[ITH_SDPA_V] = v.data;
-    data[ITH_SDPA_O] = o.data;
-    data[ITH_SDPA_LSE] = lse.data;
+    add_forward_data(data, q, k, v, o, lse);
     add_offsets(ctx, &scratch, plan, seqs, data);
     return run_plan(ctx, &scratch, plan, data, scale, q);
 }
@@ -225,14 +220,6 @@ static ways backward_ways(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor
     return ways_of(all, 8, seqs, ctx->deterministic);
 }
 
-/* The packed backward engine takes one set of offsets for a tensor, its gradient and its gradient
- * per query head: rows with gaps between them read and write elsewhere (seen with 9.19: illegal
- * addresses). Strided tensors are therefore copied, on the way in or out. */
-static int64_t gap_bytes(ith_tensor t)
-{
-    return ith_is_contiguous(t) ? 0 : ith_round_up(ith_tensor_bytes(t), 256);
-}
-
 static int64_t attention_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
                                             ith_tensor dv, ith_tensor do_, ith_tensor q,
                                             ith_tensor k, ith_tensor v, ith_tensor o,
@@ -243,37 +230,13 @@ static int64_t attention_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_ten
     ways w = backward_ways(ctx, dq, dk, dv, do_, q, k, v, o, seqs);
     if (w.stream && q.shape[0] > 0)
         stream = ith_attention_stream_workspace(ctx, q, k, seqs);
-    if (q.shape[0] == 0 || !may_take_library(w, q.shape[2], true))
+    if (q.shape[0] == 0 || !w.library)
         return delta + stream;
     int64_t heads =
         ith_round_up(ith_mul_bytes((q.shape[0] + 128) * q.shape[1] * q.shape[2], 2), 256);
-    int64_t gaps = gap_bytes(q) + gap_bytes(k) + gap_bytes(v) + gap_bytes(o) + gap_bytes(do_) +
-                   gap_bytes(dq) + gap_bytes(dk) + gap_bytes(dv);
-    int64_t library = 4 * heads /* f32 dq, and dk and dv of every query head */ + gaps +
-                      offsets_bytes(most_docs(seqs)) + LIBRARY_SLACK_BYTES;
+    int64_t library =
+        4 * heads /* f32 dq, and dk and dv of every query head */ + LIBRARY_SLACK_BYTES;
     return delta + ith_max_i64(stream, library);
-}
-
-/* t itself, or a dense one of its shape in scratch. */
-static ith_tensor dense_of(ith_carve *scratch, ith_tensor t)
-{
-    if (ith_is_contiguous(t))
-        return t;
-    return ith_tensor_3d(ith_carve_take(scratch, ith_tensor_bytes(t)), t.dtype, t.shape[0],
-                         t.shape[1], t.shape[2]);
-}
-
-static void copy_between(ith_ctx *ctx, ith_tensor to, ith_tensor from)
-{
-    if (to.data != from.data)
-        ith_cuda_copy_heads(ith_cuda_stream(ctx), to, from);
-}
-
-static void make_dense(ith_ctx *ctx, ith_carve *scratch, ith_tensor *t)
-{
-    ith_tensor dense = dense_of(scratch, *t);
-    copy_between(ctx, dense, *t);
-    *t = dense;
 }
 
 /* Of keys that no query is here for. */
@@ -301,54 +264,30 @@ static ith_status attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
     ITH_ASSERT(o.dtype == q.dtype && dk.dtype == dq.dtype && dv.dtype == dq.dtype);
     ith_carve scratch = ith_carve_begin(ctx);
     void *delta = ith_carve_take(&scratch, ith_numel(lse) * 4);
-    way how = choose(backward_ways(ctx, dq, dk, dv, do_, q, k, v, o, seqs), q.shape[2], seqs, true);
+    way how = choose(backward_ways(ctx, dq, dk, dv, do_, q, k, v, o, seqs), seqs, true);
     if (how == WAY_PLAIN)
         return ith_attention_plain_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
                                             causal, (float *)delta);
     if (how == WAY_STREAM)
         return ith_attention_stream_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
                                              causal, &scratch);
-    bool packed = how == WAY_PACKED;
-    if (packed) {
-        make_dense(ctx, &scratch, &q);
-        make_dense(ctx, &scratch, &k);
-        make_dense(ctx, &scratch, &v);
-        make_dense(ctx, &scratch, &o);
-        make_dense(ctx, &scratch, &do_);
-    }
-    ith_tensor dq_to = packed ? dense_of(&scratch, dq) : dq;
-    ith_tensor dk_to = packed ? dense_of(&scratch, dk) : dk;
-    ith_tensor dv_to = packed ? dense_of(&scratch, dv) : dv;
     ith_sdpa_key key = key_of(q, k, v, o, seqs, causal, how);
     key.backward = 1;
     key.do_ = place_of(do_);
-    key.dq = place_of(dq_to);
-    key.dk = place_of(dk_to);
-    key.dv = place_of(dv_to);
+    key.dq = place_of(dq);
+    key.dk = place_of(dk);
+    key.dv = place_of(dv);
     const ith_sdpa_plan *plan = NULL;
     ITH_TRY(ith_sdpa_plan_of(ctx, &key, &plan));
     void *data[ITH_SDPA_NAMES] = {NULL};
-    data[ITH_SDPA_Q] = q.data;
-    data[ITH_SDPA_K] = k.data;
-    data[ITH_SDPA_V] = v.data;
-    data[ITH_SDPA_O] = o.data;
-    data[ITH_SDPA_LSE] = lse.data;
+    add_forward_data(data, q, k, v, o, lse);
     data[ITH_SDPA_DO] = do_.data;
-    data[ITH_SDPA_DQ] = dq_to.data;
-    data[ITH_SDPA_DK] = dk_to.data;
-    data[ITH_SDPA_DV] = dv_to.data;
+    data[ITH_SDPA_DQ] = dq.data;
+    data[ITH_SDPA_DK] = dk.data;
+    data[ITH_SDPA_DV] = dv.data;
     data[ITH_SDPA_DELTA] = delta;
     data[ITH_SDPA_DQ_SUM] = ith_carve_take(&scratch, ith_numel(q) * 4);
-    if (packed && q.shape[1] != k.shape[1]) {
-        data[ITH_SDPA_DK_HEADS] = ith_carve_take(&scratch, ith_numel(q) * 2);
-        data[ITH_SDPA_DV_HEADS] = ith_carve_take(&scratch, ith_numel(q) * 2);
-    }
-    add_offsets(ctx, &scratch, plan, seqs, data);
-    ITH_TRY(run_plan(ctx, &scratch, plan, data, scale, q));
-    copy_between(ctx, dq, dq_to);
-    copy_between(ctx, dk, dk_to);
-    copy_between(ctx, dv, dv_to);
-    return ITH_CUDA_LAUNCHED(ctx, dq);
+    return run_plan(ctx, &scratch, plan, data, scale, q);
 }
 
 /* ---- parts ---- */

@@ -1,5 +1,5 @@
-/* attention_plain.cu - flash attention in plain fp32 arithmetic, for fp32 tensors and for shapes
- * that cuDNN does not take. Any head size up to 512, any row stride; memory O(T).
+/* attention_plain.cu - flash attention in plain fp32 arithmetic, for fp32 tensors and for those
+ * that nothing faster takes. Any head size up to 512, any row stride; memory O(T).
  *
  * A block owns ROWS rows of one head and walks tiles of COLS rows of the other side; 16 lanes share
  * a row. Rows of one tile may belong to several documents: every row carries its own stretches,

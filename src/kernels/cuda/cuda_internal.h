@@ -147,8 +147,6 @@ typedef struct {
 int64_t ith_bucket_sort_workspace_bytes(int64_t n, int64_t num_buckets);
 void ith_bucket_sort_launch(cudaStream_t stream, const ith_bucket_sort *p, void *scratch);
 
-/* to = from, [T,H,Dh] of 16-byte aligned heads, any strides. */
-void ith_cuda_copy_heads(cudaStream_t stream, ith_tensor to, ith_tensor from);
 /* For each of `count` (1 or 2) sums: dw[d] += sum over teams of partial[team][d], in order of the
  * team. */
 typedef struct {

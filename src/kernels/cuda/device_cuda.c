@@ -526,12 +526,11 @@ ith_status ith_cuda_describe(ith_buf *out, ith_error *err)
 
 /* ---- graphs without a GPU ---- */
 
+/* q, k and v in one buffer, side by side in a row. */
 static ith_sdpa_key key_for(int64_t batch, int64_t seq, int64_t hq, int64_t hkv, int64_t dim,
-                            bool causal, bool packed, bool fused_qkv)
+                            bool causal, bool packed)
 {
-    int64_t wide = fused_qkv ? (hq + 2 * hkv) * dim : 0;
-    ith_sdpa_place q = {fused_qkv ? wide : hq * dim, dim}, o = {hq * dim, dim};
-    ith_sdpa_place kv = {fused_qkv ? wide : hkv * dim, dim};
+    ith_sdpa_place fused = {(hq + 2 * hkv) * dim, dim}, o = {hq * dim, dim};
     ith_sdpa_key key = {.batch = batch,
                         .seq = seq,
                         .heads_q = hq,
@@ -539,22 +538,20 @@ static ith_sdpa_key key_for(int64_t batch, int64_t seq, int64_t hq, int64_t hkv,
                         .head_dim = dim,
                         .causal = causal,
                         .packed = packed,
-                        .q = q,
-                        .k = kv,
-                        .v = kv,
+                        .q = fused,
+                        .k = fused,
+                        .v = fused,
                         .o = o};
     return key;
 }
 
 static void add_backward(ith_sdpa_key *key)
 {
-    ith_sdpa_place dense_q = {key->heads_q * key->head_dim, key->head_dim};
-    ith_sdpa_place dense_kv = {key->heads_kv * key->head_dim, key->head_dim};
     key->backward = 1;
     key->do_ = key->o;
-    key->dq = key->packed ? dense_q : key->q;
-    key->dk = key->packed ? dense_kv : key->k;
-    key->dv = key->packed ? dense_kv : key->v;
+    key->dq = key->q;
+    key->dk = key->k;
+    key->dv = key->v;
 }
 
 ith_status ith_cuda_check_graphs(ith_buf *out, ith_error *err)
@@ -563,30 +560,32 @@ ith_status ith_cuda_check_graphs(ith_buf *out, ith_error *err)
         int64_t batch, seq, hq, hkv, dim;
         bool causal;
     } cases[] = {
-        {4, 4096, 16, 8, 128, true},
         {4, 4096, 8, 2, 256, true},
-        {2, 512, 14, 2, 64, true},
-        {4, 1024, 16, 16, 64, false},
+        {2, 512, 14, 2, 160, true},
+        {4, 1024, 16, 16, 192, false},
     };
+    static const struct {
+        const char *name;
+        bool packed, backward;
+    } forms[] = {{"batch forward", false, false},
+                 {"packed forward", true, false},
+                 {"batch backward", false, true}};
     const ith_cuda_libs *libs = NULL;
     ITH_TRY(ith_cuda_libs_open(&libs, err));
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        for (int form = 0; form < 4; form++) {
-            bool packed = form & 1, backward = form & 2, fused = true;
+        for (size_t f = 0; f < sizeof forms / sizeof *forms; f++) {
             ith_sdpa_key key = key_for(cases[i].batch, cases[i].seq, cases[i].hq, cases[i].hkv,
-                                       cases[i].dim, cases[i].causal, packed, fused);
+                                       cases[i].dim, cases[i].causal, forms[f].packed);
             ith_sdpa_plan plan;
-            if (backward)
+            if (forms[f].backward)
                 add_backward(&key);
             ITH_WRAP(ith_sdpa_plan_offline(libs, &key, &plan, err), err,
-                     "%s %s of %lld x %lld, heads %lld/%lld, head_dim %lld%s",
-                     packed ? "packed" : "batch", backward ? "backward" : "forward",
+                     "%s of %lld x %lld, heads %lld/%lld, head_dim %lld", forms[f].name,
                      (long long)key.batch, (long long)key.seq, (long long)key.heads_q,
-                     (long long)key.heads_kv, (long long)key.head_dim, fused ? ", fused qkv" : "");
-            ith_buf_printf(out, "%s %s %lldx%lld %lld/%lld d%lld%s: engine %lld, %lld bytes\n",
-                           packed ? "packed" : "batch", backward ? "backward" : "forward",
-                           (long long)key.batch, (long long)key.seq, (long long)key.heads_q,
-                           (long long)key.heads_kv, (long long)key.head_dim, fused ? " fused" : "",
+                     (long long)key.heads_kv, (long long)key.head_dim);
+            ith_buf_printf(out, "%s %lldx%lld %lld/%lld d%lld: engine %lld, %lld bytes\n",
+                           forms[f].name, (long long)key.batch, (long long)key.seq,
+                           (long long)key.heads_q, (long long)key.heads_kv, (long long)key.head_dim,
                            (long long)plan.engine, (long long)plan.workspace_bytes);
             ith_sdpa_plan_drop(&plan, libs);
         }

@@ -47,29 +47,6 @@ static void launch_copy(ith_ctx *ctx, ith_tensor dst, ith_tensor src, const int3
         dst.stride[0] * size / per, src.stride[0] * size / per);
 }
 
-__global__ void copy_heads(uint4 *__restrict__ to, const uint4 *__restrict__ from, int64_t rows,
-                           int64_t heads, int64_t units, int64_t to_row, int64_t to_head,
-                           int64_t from_row, int64_t from_head)
-{
-    int64_t row = (int64_t)blockIdx.x * blockDim.y + threadIdx.y;
-    if (row >= rows)
-        return;
-#pragma unroll 4
-    for (int64_t i = threadIdx.x; i < heads * units; i += blockDim.x) {
-        uint32_t h = (uint32_t)i / (uint32_t)units, u = (uint32_t)i - h * (uint32_t)units;
-        to[row * to_row + h * to_head + u] = from[row * from_row + h * from_head + u];
-    }
-}
-
-void ith_cuda_copy_heads(cudaStream_t stream, ith_tensor to, ith_tensor from)
-{
-    int64_t n = 16 / ith_dtype_bytes(to.dtype), units = to.shape[2] / n;
-    dim3 block = row_block(to.shape[1] * units);
-    copy_heads<<<(unsigned)ith_div_ceil(to.shape[0], block.y), block, 0, stream>>>(
-        (uint4 *)to.data, (const uint4 *)from.data, to.shape[0], to.shape[1], units,
-        to.stride[0] / n, to.stride[1] / n, from.stride[0] / n, from.stride[1] / n);
-}
-
 static ith_status copy_by_index(ith_ctx *ctx, ith_tensor dst, ith_tensor src,
                                 const int32_t *dst_idx, const int32_t *src_idx, int64_t rows)
 {

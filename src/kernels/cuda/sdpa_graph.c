@@ -242,6 +242,12 @@ static desc matmul(graph *g, desc a, desc b, desc c, desc m, desc n, desc k, boo
     return c;
 }
 
+/* c = a b, over the whole batch. */
+static desc whole_matmul(graph *g, desc a, desc b, desc c)
+{
+    return matmul(g, a, b, c, NULL, NULL, NULL, false);
+}
+
 static desc reduce(graph *g, cudnnReduceTensorOp_t how, desc x, desc y)
 {
     desc d = make(g, CUDNN_BACKEND_REDUCTION_DESCRIPTOR);
@@ -302,10 +308,10 @@ static desc mask_future(graph *g, desc s)
 }
 
 /* scale * q k^T, padding masked. */
-static desc scaled_scores(graph *g, desc q, desc k_t, bool pad)
+static desc scaled_scores(graph *g, desc q, desc k_t)
 {
     desc len = lengths_of(g);
-    desc s = matmul(g, q, k_t, scores(g, CUDNN_DATA_FLOAT), len, len, NULL, pad);
+    desc s = matmul(g, q, k_t, scores(g, CUDNN_DATA_FLOAT), len, len, NULL, g->key->packed != 0);
     s = binary(g, CUDNN_POINTWISE_MUL, s, scalar(g, ITH_SDPA_SCALE), scores(g, CUDNN_DATA_FLOAT));
     return mask_padding(g, s);
 }
@@ -320,7 +326,7 @@ static void build_forward(graph *g)
     desc v = heads_tensor(g, ITH_SDPA_V, CUDNN_DATA_BFLOAT16, k->heads_kv, k->v);
     desc o = heads_tensor(g, ITH_SDPA_O, CUDNN_DATA_BFLOAT16, k->heads_q, k->o);
     desc lse = row_tensor(g, ITH_SDPA_LSE), len = lengths_of(g);
-    desc s = mask_future(g, scaled_scores(g, q, k_t, k->packed != 0));
+    desc s = mask_future(g, scaled_scores(g, q, k_t));
     desc max = reduce(g, CUDNN_REDUCE_TENSOR_MAX, s, row_values(g));
     desc e = binary(g, CUDNN_POINTWISE_SUB, s, max, scores(g, CUDNN_DATA_FLOAT));
     e = binary(g, CUDNN_POINTWISE_EXP, e, NULL, scores(g, CUDNN_DATA_FLOAT));
@@ -340,27 +346,19 @@ static desc transposed_scores(graph *g, desc x)
     return reshape(g, x, tensor(g, ITH_SDPA_NONE, CUDNN_DATA_BFLOAT16, dim, stride, NULL));
 }
 
-/* weights^T x into a gradient of keys or values; query heads of a group are added up. Packed plans
- * are given memory for the gradient per query head, sized by tokens; others make it in their
- * workspace. */
-static void key_gradient(graph *g, desc weights, desc x, int64_t name, int64_t heads_name,
-                         ith_sdpa_place at)
+/* weights^T x into a gradient of keys or values; query heads of a group are added up, from
+ * gradients per query head in the plan's workspace. */
+static void key_gradient(graph *g, desc weights, desc x, int64_t name, ith_sdpa_place at)
 {
     const ith_sdpa_key *k = g->key;
-    desc len = lengths_of(g), w = transposed_scores(g, weights);
-    desc out = heads_tensor(g, name, CUDNN_DATA_BFLOAT16, k->heads_kv, at), all;
+    desc w = transposed_scores(g, weights);
+    desc out = heads_tensor(g, name, CUDNN_DATA_BFLOAT16, k->heads_kv, at);
     if (k->heads_q == k->heads_kv) {
-        matmul(g, w, x, out, len, NULL, len, false);
+        whole_matmul(g, w, x, out);
         return;
     }
-    int64_t group = k->heads_q / k->heads_kv, row = at.row * group;
-    if (k->packed)
-        all = tensor(g, heads_name, CUDNN_DATA_BFLOAT16,
-                     (four){{k->batch, k->heads_q, k->seq, k->head_dim}},
-                     (four){{k->seq * row, k->head_dim, row, 1}}, ragged_of(g, at.row));
-    else
-        all = packed_virtual(g, CUDNN_DATA_BFLOAT16, k->batch, k->heads_q, k->seq, k->head_dim);
-    matmul(g, w, x, all, len, NULL, len, false);
+    desc all = packed_virtual(g, CUDNN_DATA_BFLOAT16, k->batch, k->heads_q, k->seq, k->head_dim);
+    whole_matmul(g, w, x, all);
     reduce(g, CUDNN_REDUCE_TENSOR_ADD, all, out);
 }
 
@@ -375,15 +373,11 @@ static desc delta_of(graph *g, desc do_, desc o)
                   row_tensor(g, ITH_SDPA_DELTA));
 }
 
-/* dq in f32, in the caller's memory, which need not be zeroed: [T,Hq,Dh] when packed, [B,Hq,S,Dh]
- * otherwise. */
+/* dq in f32, [B,Hq,S,Dh] in the caller's memory, which need not be zeroed. */
 static desc dq_sum(graph *g)
 {
     const ith_sdpa_key *k = g->key;
     int64_t dim = k->head_dim, row = k->heads_q * dim;
-    if (k->packed)
-        return heads_tensor(g, ITH_SDPA_DQ_SUM, CUDNN_DATA_FLOAT, k->heads_q,
-                            (ith_sdpa_place){row, dim});
     return tensor(g, ITH_SDPA_DQ_SUM, CUDNN_DATA_FLOAT, (four){{k->batch, k->heads_q, k->seq, dim}},
                   (four){{row * k->seq, k->seq * dim, dim, 1}}, NULL);
 }
@@ -392,14 +386,12 @@ static desc dq_sum(graph *g)
 static void query_gradient(graph *g, desc ds, desc k_t)
 {
     const ith_sdpa_key *k = g->key;
-    desc len = lengths_of(g);
     desc keys = reshape(g, k_t,
                         tensor(g, ITH_SDPA_NONE, CUDNN_DATA_BFLOAT16,
                                (four){{k->batch, k->heads_kv, k->seq, k->head_dim}},
-                               (four){{k->seq * k->k.row, k->k.head, k->k.row, 1}},
-                               ragged_of(g, k->k.row)));
+                               (four){{k->seq * k->k.row, k->k.head, k->k.row, 1}}, NULL));
     desc sum = dq_sum(g);
-    matmul(g, ds, keys, sum, len, NULL, len, false);
+    whole_matmul(g, ds, keys, sum);
     binary(g, CUDNN_POINTWISE_IDENTITY, sum, NULL,
            heads_tensor(g, ITH_SDPA_DQ, CUDNN_DATA_BFLOAT16, k->heads_q, k->dq));
 }
@@ -412,19 +404,19 @@ static void build_backward(graph *g)
     desc v_t = transposed_tensor(g, ITH_SDPA_V, k->heads_kv, k->v);
     desc o = heads_tensor(g, ITH_SDPA_O, CUDNN_DATA_BFLOAT16, k->heads_q, k->o);
     desc do_ = heads_tensor(g, ITH_SDPA_DO, CUDNN_DATA_BFLOAT16, k->heads_q, k->do_);
-    desc lse = row_tensor(g, ITH_SDPA_LSE), len = lengths_of(g);
+    desc lse = row_tensor(g, ITH_SDPA_LSE);
     desc delta = delta_of(g, do_, o);
-    desc s = scaled_scores(g, q, k_t, false);
+    desc s = scaled_scores(g, q, k_t);
     s = binary(g, CUDNN_POINTWISE_SUB, s, lse, scores(g, CUDNN_DATA_FLOAT));
     s = mask_future(g, s);
     desc p = binary(g, CUDNN_POINTWISE_EXP, s, NULL, scores(g, CUDNN_DATA_FLOAT));
-    key_gradient(g, p, do_, ITH_SDPA_DV, ITH_SDPA_DV_HEADS, k->dv);
-    desc dp = matmul(g, do_, v_t, scores(g, CUDNN_DATA_FLOAT), len, len, NULL, false);
+    key_gradient(g, p, do_, ITH_SDPA_DV, k->dv);
+    desc dp = whole_matmul(g, do_, v_t, scores(g, CUDNN_DATA_FLOAT));
     dp = binary(g, CUDNN_POINTWISE_SUB, dp, delta, scores(g, CUDNN_DATA_FLOAT));
     dp = binary(g, CUDNN_POINTWISE_MUL, dp, p, scores(g, CUDNN_DATA_FLOAT));
     desc ds =
         binary(g, CUDNN_POINTWISE_MUL, dp, scalar(g, ITH_SDPA_SCALE), scores(g, CUDNN_DATA_FLOAT));
-    key_gradient(g, ds, q, ITH_SDPA_DK, ITH_SDPA_DK_HEADS, k->dk);
+    key_gradient(g, ds, q, ITH_SDPA_DK, k->dk);
     query_gradient(g, ds, k_t);
 }
 
@@ -546,6 +538,7 @@ static ith_status build(graph *g, const ith_sdpa_key *key, ith_sdpa_plan *out)
     out->key = *key;
     g->key = key;
     g->plan = out;
+    ITH_ASSERT(!key->packed || !key->backward);
     if (key->backward)
         build_backward(g);
     else
