@@ -181,4 +181,13 @@ static inline unsigned grid_of(int64_t n, int64_t per_block, int64_t most)
         }                                                                                          \
     } while (0)
 
+/* LAUNCH(N) for either type: 16 bytes of elements at a time where `wide`, else one. */
+#define ITH_BY_WIDTH(dtype, wide, LAUNCH)                                                          \
+    ITH_BY_TYPE(dtype, {                                                                           \
+        if (wide)                                                                                  \
+            LAUNCH(WIDE<T>);                                                                       \
+        else                                                                                       \
+            LAUNCH(1);                                                                             \
+    })
+
 #endif

@@ -136,12 +136,7 @@ ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, i
     decode<T, N, MAX_DIM / 32 / N><<<grid, THREADS, bytes, ith_cuda_stream(ctx)>>>(                \
         a, (T *)o.data, (const T *)q.data, (const T *)k_cache.data, (const T *)v_cache.data,       \
         (const int32_t *)lengths.data)
-    ITH_BY_TYPE(q.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(q.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, q);
 }

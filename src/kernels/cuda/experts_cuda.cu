@@ -298,12 +298,7 @@ static ith_status expert_combine(ith_ctx *ctx, ith_tensor y, ith_tensor base, it
         (T *)y.data, (const T *)base.data, (const T *)x.data, (const float *)topk_w.data,          \
         (const int32_t *)row_of.data, rows, width, (int)row_of.shape[1], y.stride[0],              \
         base.stride[0], x.stride[0])
-    ITH_BY_TYPE(y.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(y.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, y);
 }
@@ -352,12 +347,7 @@ static ith_status expert_combine_backward(ith_ctx *ctx, ith_tensor dx, ith_tenso
         (T *)dx.data, (float *)dtopk_w.data, (const T *)dy.data, (const T *)x.data,                \
         (const float *)topk_w.data, (const int32_t *)row_of.data, pairs, width,                    \
         (int)row_of.shape[1], dx.stride[0], dy.stride[0], x.stride[0])
-    ITH_BY_TYPE(dy.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(dy.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, dy);
 }

@@ -107,12 +107,7 @@ static ith_status sigmoid_gate_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x,
 #define LAUNCH(N)                                                                                  \
     gate_fwd<T, N><<<grid_of(a.count, THREADS, 1 << 20), THREADS, 0, ith_cuda_stream(ctx)>>>(      \
         a, (T *)y.data, (const T *)x.data, (const T *)gate.data)
-    ITH_BY_TYPE(x.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(x.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, x);
 }
@@ -132,12 +127,7 @@ static ith_status sigmoid_gate_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor 
     gate_bwd<T, N><<<grid_of(a.count, THREADS, 1 << 20), THREADS, 0, ith_cuda_stream(ctx)>>>(      \
         a, place_of(dx), (T *)dx.data, (T *)dgate.data, (const T *)dy.data, (const T *)x.data,     \
         (const T *)gate.data)
-    ITH_BY_TYPE(x.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(x.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, x);
 }
@@ -210,12 +200,7 @@ static ith_status row_gate_forward(ith_ctx *ctx, ith_tensor y, ith_tensor base, 
     row_gate_fwd<T, N>                                                                             \
         <<<(unsigned)ith_div_ceil(a.rows, WARPS), THREADS, 0, ith_cuda_stream(ctx)>>>(             \
             a, (T *)y.data, (const T *)base.data, (const T *)x.data, (const T *)gate.data)
-    ITH_BY_TYPE(x.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(x.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, x);
 }
@@ -234,12 +219,7 @@ static ith_status row_gate_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dgat
         <<<(unsigned)ith_div_ceil(a.rows, WARPS), THREADS, 0, ith_cuda_stream(ctx)>>>(             \
             a, (T *)dx.data, (T *)dgate.data, (const T *)dy.data, (const T *)x.data,               \
             (const T *)gate.data)
-    ITH_BY_TYPE(x.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(x.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, x);
 }

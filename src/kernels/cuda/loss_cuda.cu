@@ -180,12 +180,7 @@ static ith_status cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor lo
                                          (const int32_t *)labels.data, (const float *)seeds.data,  \
                                          words, logits.stride[0], part, gradient);                 \
     } while (0)
-    ITH_BY_TYPE(logits.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(logits.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, logits);
 }
@@ -250,12 +245,7 @@ static ith_status cross_entropy_confident(ith_ctx *ctx, ith_tensor row_loss,
         (float *)row_loss.data, (float *)row_confidence.data, (float *)right.data,                 \
         (T *)logits.data, (const int32_t *)labels.data, (const float *)seeds.data,                 \
         logits.shape[1], logits.stride[0], confidence, gradient)
-    ITH_BY_TYPE(logits.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(logits.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, logits);
 }
@@ -376,12 +366,7 @@ static ith_status choose_ids(ith_ctx *ctx, ith_tensor ids, ith_tensor probabilit
         (int32_t *)ids.data, (float *)probability.data, (const T *)logits.data,                    \
         is_absent(draws) ? NULL : (const float *)draws.data, logits.shape[1], logits.stride[0],    \
         scale, barred)
-    ITH_BY_TYPE(logits.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(logits.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, logits);
 }

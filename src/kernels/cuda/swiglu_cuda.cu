@@ -70,12 +70,7 @@ static ith_status swiglu_forward(ith_ctx *ctx, ith_tensor h, ith_tensor gate_up)
     swiglu_fwd<T, N>                                                                               \
         <<<grid_of(rows *width, THREADS *N, 1 << 20), THREADS, 0, ith_cuda_stream(ctx)>>>(         \
             (T *)h.data, (const T *)gate_up.data, rows, width, h.stride[0], gate_up.stride[0])
-    ITH_BY_TYPE(h.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(h.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, gate_up);
 }
@@ -93,12 +88,7 @@ static ith_status swiglu_backward(ith_ctx *ctx, ith_tensor dgate_up, ith_tensor 
         <<<grid_of(rows *width, THREADS *N, 1 << 20), THREADS, 0, ith_cuda_stream(ctx)>>>(         \
             (T *)dgate_up.data, (T *)h.data, (const T *)dh.data, (const T *)gate_up.data, rows,    \
             width, dgate_up.stride[0], h.stride[0], dh.stride[0], gate_up.stride[0])
-    ITH_BY_TYPE(dh.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(dh.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, gate_up);
 }

@@ -230,12 +230,7 @@ static ith_status bias_add(ith_ctx *ctx, ith_tensor y, ith_tensor b)
     bias_add_kernel<T, N>                                                                          \
         <<<grid_of(a.rows *a.pieces, THREADS, 1 << 20), THREADS, 0, ith_cuda_stream(ctx)>>>(       \
             a, (T *)y.data, (const T *)b.data)
-    ITH_BY_TYPE(y.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(y.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, y);
 }
@@ -278,12 +273,7 @@ static ith_status bias_backward(ith_ctx *ctx, ith_tensor db, ith_tensor dy)
     column_parts<T, N>                                                                             \
         <<<dim3((unsigned)ith_div_ceil(width, 64 * N), (unsigned)teams), 64, 0,                    \
            ith_cuda_stream(ctx)>>>(partial, (const T *)dy.data, dy.shape[0], width, dy.stride[0])
-    ITH_BY_TYPE(dy.dtype, {
-        if (wide)
-            LAUNCH(WIDE<T>);
-        else
-            LAUNCH(1);
-    });
+    ITH_BY_WIDTH(dy.dtype, wide, LAUNCH);
 #undef LAUNCH
     ith_columns sum = {(float *)db.data, partial, teams};
     ith_cuda_add_columns(ith_cuda_stream(ctx), &sum, 1, width);
