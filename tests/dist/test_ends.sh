@@ -13,6 +13,7 @@ while [ $i -lt 16 ]; do
     i=$((i + 1))
 done >"$work/data.jsonl"
 "$ithaca" init "$work/model" -s tiny --learn "$work/data.jsonl" --vocab-size 300 >/dev/null 2>&1 || { echo "init failed"; exit 1; }
+"$ithaca" init "$work/experts" -s tiny-moe --learn "$work/data.jsonl" --vocab-size 300 >/dev/null 2>&1 || { echo "init failed"; exit 1; }
 cat >"$work/run.yaml" <<END
 model: $work/model
 train_dataset: $work/data.jsonl
@@ -57,6 +58,8 @@ verify 2 cp_size=2 zero_stage=1
 verify 2 zero_stage=2 dtype=float32 bf16=false
 verify 2 cp_size=2 zero_stage=3
 verify 4 zero_stage=2 mp_replicate_size=2
+verify 2 zero_stage=3 ep_size=2 "model=$work/experts"
+verify 4 zero_stage=3 ep_size=2 "model=$work/experts"
 
 # A rank is killed, and one is stopped: of three that are left one tells it.
 long() { # NAME SIGNAL key=value...
