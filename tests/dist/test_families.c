@@ -889,7 +889,7 @@ static void test_whole_documents_beside_cut_ones(void **state)
                             .keep = n % 3,
                             .linear_cp = n % 2 ? ITH_LINEAR_STATES : ITH_LINEAR_AUTO,
                             .ep = zero == 3 && experts > 0 && experts % cp == 0 ? cp : 0,
-                            .whole = lengths[n % 4]};
+                            .whole = ith_min_i64(lengths[n % 4], MAX_TOKENS / cp)};
                 run_layout(f, &alone, l);
             }
         close_run(&alone);
