@@ -431,6 +431,25 @@ static ith_status refuse_too_large(ith_step *s, int64_t limit)
                     (double)limit / GIB, (long long)longest);
 }
 
+/* Where there is room beside what layers keep, micro-batches add to whole gradients, which are then
+ * exchanged once a step and not by each of them. */
+static ith_status choose_gradients(ith_step *s, int64_t limit)
+{
+    ith_model *m = s->model;
+    keep_counts n = {s->layers_keep_all, s->layers_keep_attention, s->layers_keep_input, 0};
+    int64_t bytes = 0;
+    if (!s->config.accumulates || m->zero_stage != 2)
+        return ITH_OK;
+    for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
+        n.normed += m->keep_normed[l];
+    m->zero_stage = 1;
+    ITH_TRY(bytes_of(s, n, &bytes));
+    if (bytes <= limit)
+        return ITH_OK;
+    m->zero_stage = 2;
+    return bytes_of(s, n, &bytes);
+}
+
 static ith_status plan_step(ith_step *s, bool plan_only)
 {
     int64_t layers = s->model->config->num_hidden_layers, limit = 0, unused = 0;
@@ -439,6 +458,7 @@ static ith_status plan_step(ith_step *s, bool plan_only)
         ITH_TRY(bytes_of(s, all_layers((ith_keep)s->config.keep, layers), &unused));
     else
         ITH_TRY(choose_keep(s, limit));
+    ITH_TRY(choose_gradients(s, limit));
     int64_t total = ith_plan_total(s->ctx->plan);
     ITH_TRY(ith_mesh_max(s->config.mesh, &total, s->ctx->err));
     return plan_only || total <= limit ? ITH_OK : refuse_too_large(s, limit);

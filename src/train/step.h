@@ -24,6 +24,8 @@
 typedef struct {
     const ith_mesh *mesh; /* borrowed; NULL: one rank */
     int zero_stage;       /* 1: optimizer cut among the ranks; 2: gradients too; 3: weights too */
+    bool accumulates;     /* several micro-batches a step: gradients of stage 2 stay whole, and are
+                             summed once a step, where the plan has room (model->zero_stage 1) */
     /* of a micro-batch; under context parallelism of the whole one, which the group shares */
     int64_t max_tokens, max_docs, max_labels, max_doc_tokens;
     int64_t max_whole_tokens; /* of a micro-batch of one rank alone, at most a slice; 0: none */

@@ -342,6 +342,7 @@ static ith_step_config step_config(const ith_trainer *t, ith_batch_limits limits
     ith_step_config s = {
         .mesh = t->mesh,
         .zero_stage = ith_config_zero_stage(c),
+        .accumulates = t->layout.grad_accum > 1,
         .max_tokens = limits.max_tokens,
         .max_docs = limits.max_docs,
         .max_labels = limits.max_labels,
@@ -555,8 +556,11 @@ static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
                         (long long)t->mesh->device_world[0]->sharers, t->session.ctx.device->name);
 }
 
-static void say_whole(const ith_trainer *t, const ith_trainer_hooks *hooks)
+/* What the plan decided beside what layers keep. */
+static void say_planned(const ith_trainer *t, const ith_trainer_hooks *hooks)
 {
+    if (t->step->config.zero_stage == 2 && t->model->zero_stage == 1)
+        ith_trainer_say(hooks, "there is room for whole gradients: they are summed once a step");
     int64_t tokens = t->step->config.max_whole_tokens;
     if (tokens)
         ith_trainer_say(
@@ -635,7 +639,7 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
     ITH_TRY_OUT(ith_trainer_agree(t, open_noise(t, hooks, err), err));
     ith_batch_limits limits = t->noiser ? ith_noiser_limits(t->noiser) : clean_limits(t);
     ITH_TRY_OUT(ith_trainer_agree(t, open_step(t, limits, plan_only, err), err));
-    say_whole(t, hooks);
+    say_planned(t, hooks);
     bool shares = t->layout.cp_size > 1 && t->hf.linear_num_value_heads > 0;
     if (!shares && ith_config_is_set(config, "linear_cp_mode"))
         ith_trainer_say(hooks, "linear_cp_mode: no effect, %s",

@@ -88,6 +88,14 @@ for layout in "dp2 dp_size=2" "cp2 cp_size=2" "cp3 cp_size=3" "cp4 cp_size=4" "d
     said "$@"
 done
 
+# Stage 2 sums whole gradients once a step where they fit, and each micro-batch's where they do not.
+grep -q "room for whole gradients" "$work/zero2.out" || fail "zero2: gradients are cut although there is room"
+planned=$("$ithaca" plan "$work/run.yaml" dp_size=2 cp_size=2 zero_stage=2 2>/dev/null | sed -n 's/^memory on .*: \([0-9.]*\) MiB planned.*/\1/p')
+train narrow dp_size=2 cp_size=2 zero_stage=2 "memory_limit=$(awk -v m="$planned" 'BEGIN { printf "%d", m * 1048576 - 65536 }')" ||
+    { fail "narrow ended with $?"; tail -2 "$work/narrow.out"; }
+! grep -q "room for whole gradients" "$work/narrow.out" || fail "narrow: whole gradients do not fit"
+same narrow
+
 cmp -s "$work/ring3/model.safetensors" "$work/again/model.safetensors" || fail "ring3: a second run has other bits"
 grep -q "attention: ulysses 4 x ring 2" "$work/hybrid.out" || { fail "hybrid: other scheme"; grep "^ranks" "$work/hybrid.out"; }
 
