@@ -442,14 +442,15 @@ static const last_words *better(const last_words *a, const last_words *b)
     return a->rank < b->rank ? a : b;
 }
 
-/* All of one rank's words, or none: it is gone, or says nothing until `end`. */
+/* All of one rank's words, or none: it is gone, or has said nothing until `end`. After that, what
+ * came in the meantime is still heard. */
 static bool hear(int fd, double end, last_words *out)
 {
     char *to = (char *)out;
     for (size_t done = 0; done < sizeof *out;) {
         struct pollfd p = {.fd = fd, .events = POLLIN};
         double left = end - now_s();
-        if (left <= 0 || poll(&p, 1, (int)(1e3 * left) + 1) == 0)
+        if (poll(&p, 1, left > 0 ? (int)(1e3 * left) + 1 : 0) == 0)
             return false;
         ssize_t n = recv(fd, to + done, sizeof *out - done, 0);
         if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR))
