@@ -1,7 +1,8 @@
 /* file.h - files and directories.
  *
- * Writes are atomic: bytes go to "<path>.tmp-<pid>", commit syncs it, renames it over <path> and
- * syncs the directory; a crash leaves either the old file or the new one. Errors name the path and
+ * Writes are atomic: bytes go to "<path>.tmp-<place>-<pid>" (place: of this host and its space of
+ * process numbers, 8 hexadecimal digits), commit syncs it, renames it over <path> and syncs the
+ * directory; a crash leaves either the old file or the new one. Errors name the path and
  * the reason. */
 #ifndef ITH_BASE_FILE_H
 #define ITH_BASE_FILE_H
@@ -59,8 +60,9 @@ ith_status ith_writer_open(ith_writer *w, const char *path, ith_error *err);
 ith_status ith_writer_write(ith_writer *w, const void *data, int64_t len, ith_error *err);
 ith_status ith_writer_commit(ith_writer *w, ith_error *err);
 void ith_writer_abort(ith_writer *w);
-/* Removes what killed writers left in a directory: regular files NAME.tmp-PID whose process is no
- * more on this machine. A missing directory is fine. */
+/* Removes what killed writers left in a directory: regular files NAME.tmp-PLACE-PID of this place,
+ * whose process is no more. Those of other hosts and containers stay: only they know whether the
+ * writer lives. A missing directory is fine. */
 ith_status ith_remove_leftovers(const char *dir, ith_error *err);
 /* Whole file at once. */
 ith_status ith_write_file(const char *path, const void *data, int64_t len, ith_error *err);

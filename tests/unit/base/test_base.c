@@ -76,45 +76,77 @@ static void test_writer_is_atomic_for_every_failing_write(void **state)
     }
 }
 
-/* What a killed writer leaves goes; what only looks like it, or is being written, stays. */
+/* Begins files and ends without a word; returns its PID. */
+static pid_t leave_half_written(const char *dir, const char *const *names, int count)
+{
+    pid_t child = fork();
+    if (child == 0) {
+        for (int i = 0; i < count; i++) {
+            char path[8500];
+            ith_writer w;
+            ith_error err = {0};
+            snprintf(path, sizeof path, "%s/%s", dir, names[i]);
+            if (ith_writer_open(&w, path, &err) != ITH_OK)
+                _exit(1);
+        }
+        _exit(0);
+    }
+    int state = 1;
+    assert_true(child > 0 && waitpid(child, &state, 0) == child && state == 0);
+    return child;
+}
+
+/* What a killed writer leaves goes; what only looks like it, is being written, or is of another
+ * host, stays. */
 static void test_leftovers_of_dead_writers_are_removed(void **state)
 {
     (void)state;
-    static const char *const stay[] = {"a.tmp-1", /* a process that lives */
-                                       "a.tmp-",    "a.tmp-0",   "a.tmp-x",
-                                       "a.tmp-12x", "a.tmp-007", "a.tmp-99999999999",
-                                       ".tmp-%ld", /* no name before it */
-                                       "a.tmp%ld",  "a-tmp-%ld", "a.tmp-%ld.txt"};
+    static const char *const go[] = {"log.jsonl", "x.tmp-1", ".mark"};
+    static const char *const stay[] = {"a.tmp-%.9s1", /* a process that lives */
+                                       "a.tmp-%.9s",    "a.tmp-%.9s0",   "a.tmp-%.9sx",
+                                       "a.tmp-%.9s12x", "a.tmp-%.9s007", "a.tmp-%.9s99999999999",
+                                       ".tmp-%s", /* no name before it */
+                                       "a.tmp%s",       "a-tmp-%s",      "a.tmp-%s.txt"};
     enum { NUM_STAY = sizeof stay / sizeof *stay };
     ith_error err = {0};
-    char dir[4200], path[8500], name[64];
+    char dir[4200], path[8500], name[128], tag[64], other[64];
     ith_names names;
-    pid_t child = fork();
-    if (child == 0)
-        _exit(0);
-    assert_true(child > 0 && waitpid(child, NULL, 0) == child);
     snprintf(dir, sizeof dir, "%s", temp_dir("leftovers"));
-    static const char *const go[] = {"log.jsonl.tmp-%ld", "x.tmp-1.tmp-%ld", ".mark.tmp-%ld"};
-    for (int i = 0; i < NUM_STAY + 3; i++) {
-        snprintf(name, sizeof name, i < NUM_STAY ? stay[i] : go[i - NUM_STAY], (long)child);
-        snprintf(path, sizeof path, "%s/%s", dir, name);
+    long child = leave_half_written(dir, go, 3);
+    assert_ok(ith_list_dir(dir, &names, &err), err);
+    assert_int_equal(names.count, 3);
+    snprintf(tag, sizeof tag, "%s", strstr(names.names[1], ".tmp-") + 5); /* PLACE-PID */
+    ith_names_free(&names);
+    snprintf(name, sizeof name, "-%ld", child);
+    assert_string_equal(tag + 8, name);
+    snprintf(other, sizeof other, "%s", tag);
+    other[0] = other[0] == '0' ? '1' : '0';
+    const char *const tags[] = {tag, other, name + 1}; /* the last as other programs have it */
+    for (int i = 0; i < NUM_STAY + 2; i++) {
+        int at = snprintf(path, sizeof path, "%s/", dir);
+        if (i < NUM_STAY)
+            snprintf(path + at, sizeof path - (size_t)at, stay[i], tag);
+        else
+            snprintf(path + at, sizeof path - (size_t)at, "b.tmp-%s", tags[1 + i - NUM_STAY]);
         assert_ok(ith_write_file(path, "x", 1, &err), err);
     }
-    snprintf(path, sizeof path, "%s/checkpoint-2.tmp-%ld", dir, (long)child); /* a directory */
+    snprintf(path, sizeof path, "%s/checkpoint-2.tmp-%s", dir, tag); /* a directory */
     assert_ok(ith_make_dirs(path, &err), err);
-    snprintf(path, sizeof path, "%s/mine.tmp-%ld", dir, (long)getpid());
-    assert_ok(ith_write_file(path, "x", 1, &err), err);
-    snprintf(path, sizeof path, "%s/link.tmp-%ld", dir, (long)child);
+    snprintf(path, sizeof path, "%s/link.tmp-%s", dir, tag);
     assert_int_equal(symlink("a.tmp-1", path), 0);
+    ith_writer mine;
+    snprintf(path, sizeof path, "%s/mine", dir);
+    assert_ok(ith_writer_open(&mine, path, &err), err);
     assert_ok(ith_remove_leftovers(dir, &err), err);
+    assert_ok(ith_writer_commit(&mine, &err), err);
     assert_ok(ith_list_dir(dir, &names, &err), err);
     for (int64_t i = 0; i < names.count; i++)
         for (int k = 0; k < 3; k++) {
-            snprintf(name, sizeof name, go[k], (long)child);
+            snprintf(name, sizeof name, "%s.tmp-%s", go[k], tag);
             if (strcmp(names.names[i], name) == 0)
                 fail_msg("%s is left", name);
         }
-    assert_int_equal(names.count, NUM_STAY + 3);
+    assert_int_equal(names.count, NUM_STAY + 5);
     ith_names_free(&names);
     snprintf(path, sizeof path, "%s/nowhere", dir);
     assert_ok(ith_remove_leftovers(path, &err), err);
