@@ -630,6 +630,8 @@ static ith_status generate(const ith_args *args, ith_comm *world, ith_error *err
     if (ith_args_given(args, "prompt") == (args->num_positional > 1))
         status = ith_fail(err, ITH_ERR_USAGE,
                           "generate: give either a file of prompts or --prompt TEXT");
+    if (status == ITH_OK && ith_args_given(args, "ep-size") && !ith_args_flag(args, "cut-weights"))
+        status = ith_fail(err, ITH_ERR_USAGE, "generate: --ep-size goes with --cut-weights");
     if (status == ITH_OK && world->rank > 0)
         status = ith_log_set_levels("error", err);
     if (status == ITH_OK)

@@ -69,6 +69,8 @@ for cut in "" --cut-weights; do
 done
 answer 2 wrong qwen3_moe --cut-weights --ep-size 3
 [ $? = 2 ] && [ "$(grep -c '^error: --ep-size: 3 does not divide' "$work/wrong.err")" = 1 ] || { fail "ep-size 3"; tail -2 "$work/wrong.err"; }
+answer 2 alone qwen3_moe --ep-size 2
+[ $? = 2 ] && [ "$(grep -c '^error: generate: --ep-size goes with --cut-weights' "$work/alone.err")" = 1 ] || { fail "ep-size alone"; tail -2 "$work/alone.err"; }
 
 [ $failures = 0 ] && echo "all ranks answer as one"
 exit $((failures > 0))
