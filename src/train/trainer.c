@@ -434,11 +434,12 @@ ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_r
     if (ith_trainer_is_first(t))
         status = ith_run_report_open(&r.report, c->output_dir, r.at.step,
                                      c->report_to & ITH_REPORT_TENSORBOARD, err);
-    ITH_TRY(ith_trainer_agree(t, status, err));
-    if (c->verify)
-        ITH_TRY(ith_verifier_open(&r.verifier, t, hooks, err));
+    status = ith_trainer_agree(t, status, err);
+    if (status == ITH_OK && c->verify)
+        status = ith_verifier_open(&r.verifier, t, hooks, err);
     r.start_s = now_s();
-    status = loop(&r, err);
+    if (status == ITH_OK)
+        status = loop(&r, err);
     ith_verifier_close(&r.verifier);
     if (status == ITH_OK && r.at.step == 0)
         status = ith_fail(err, ITH_ERR_RUN, "no optimizer step was done");
