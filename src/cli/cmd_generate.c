@@ -487,7 +487,7 @@ static ith_status answer_blocks(const ith_answering *a, const ith_args *args, co
     ith_block_answer *answers = NULL;
     ith_writer record = {.fd = -1};
     const char *record_path = ith_args_text(args, "record");
-    bool live = ith_args_given(args, "prompt") && out->world->size == 1;
+    bool live = ith_args_given(args, "prompt") && out->world->rank == 0;
     block_output o = {
         .live = live, .drawn = live && ith_terminal_colours(STDOUT_FILENO), .out = out};
     int64_t batch = batch_of(args, l, out);
@@ -549,7 +549,7 @@ static ith_status answer_all(const ith_answering *a, const ith_args *args, const
     ith_decoder d = {0};
     collector c = {.a = a,
                    .err = err,
-                   .live = ith_args_given(args, "prompt") && out->world->size == 1,
+                   .live = ith_args_given(args, "prompt") && out->world->rank == 0,
                    .out = out};
     int64_t batch = batch_of(args, l, out);
     ith_decoder_options o =

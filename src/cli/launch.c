@@ -1,4 +1,5 @@
-/* launch.c - the ranks of a run on one machine: under mpirun where it is, else as children of this
+/* launch.c - the ranks of a run on one machine: under mpirun where it and the plug-in for
+ * MPI are, else as children of this
  * process that meet over sockets (comm/comm_tcp.h). */
 #include "cli/launch.h"
 
@@ -208,8 +209,9 @@ ith_status ith_launch_ranks(int64_t ranks, const char *command, const char *cons
     argv[n++] = borrowed(command);
     for (int i = 0; i < num_arguments; i++)
         argv[n++] = borrowed(arguments[i]);
-    ith_status status = run_child(argv, &code, err);
-    if (status == ITH_OK && code == NOT_STARTED)
+    bool has_mpi = ith_comm_has_mpi();
+    ith_status status = has_mpi ? run_child(argv, &code, err) : ITH_OK;
+    if (status == ITH_OK && (!has_mpi || code == NOT_STARTED))
         status = run_ranks(ranks, argv + first, &code, err);
     ith_free(argv);
     if (status == ITH_OK)

@@ -67,6 +67,8 @@ struct ith_comm {
  * when RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set (torchrun); else this process alone.
  * The program starts without MPI; ranks of its launcher without the plug-in are one line. */
 ith_status ith_comm_open_world(ith_comm **out, double timeout_s, ith_error *err);
+/* Ranks that mpirun starts would find the plug-in and its libraries. */
+bool ith_comm_has_mpi(void);
 /* True when a launcher started this process as one of several. */
 bool ith_comm_is_launched(void);
 /* One rank. */

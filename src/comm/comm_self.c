@@ -97,12 +97,27 @@ static ith_status open_tcp(ith_comm **out, ith_error *err)
     return ith_comm_open_tcp(out, rank, size, address, text, err);
 }
 
+static ith_status open_plugin(void **handle, ith_error *err)
+{
+    return ith_plugin_open(handle, "libithaca_mpi.so", ith_env(ITH_ENV_MPI_PLUGIN), err);
+}
+
+bool ith_comm_has_mpi(void)
+{
+    void *handle = NULL;
+    ith_error ignored = {0};
+    if (open_plugin(&handle, &ignored) != ITH_OK)
+        return false;
+    ith_plugin_close(handle);
+    return true;
+}
+
 static ith_status open_mpi(ith_comm **out, double timeout_s, ith_error *err)
 {
     void *handle = NULL;
     ith_mpi_open_fn *open = NULL;
     ith_mpi_api api = {ITH_MPI_ABI, ith_comm_wrap};
-    ITH_TRY(ith_plugin_open(&handle, "libithaca_mpi.so", ith_env(ITH_ENV_MPI_PLUGIN), err));
+    ITH_TRY(open_plugin(&handle, err));
     ITH_TRY(ith_plugin_symbol(handle, "ith_mpi_open", &open, err));
     return open(&api, out, timeout_s, err);
 }

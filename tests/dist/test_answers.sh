@@ -67,6 +67,18 @@ for cut in "" --cut-weights; do
     done
     [ $hit -ge 3 ] || fail "only $hit faults hit"
 done
+# One prompt of the command line: text, from one rank or many.
+for model in qwen3 llada2; do
+    for layout in 1 3 "2 --cut-weights"; do
+        # shellcheck disable=SC2086
+        set -- $layout
+        ranks=$1; shift
+        timeout 60 "$start" "$ranks" "$ithaca" generate "$work/$model" --prompt "What lies behind cape 3?" -n 8 --threads 1 --device cpu "$@" \
+            >"$work/text-$ranks" 2>"$work/text.err" || { fail "$model: --prompt, $layout ended with $?"; tail -2 "$work/text.err"; }
+        cmp -s "$work/text-1" "$work/text-$ranks" || fail "$model: --prompt, $layout: another text"
+    done
+    [ -s "$work/text-1" ] && ! grep -q '"row"' "$work/text-1" || fail "$model: --prompt: no text"
+done
 answer 2 wrong qwen3_moe --cut-weights --ep-size 3
 [ $? = 2 ] && [ "$(grep -c '^error: --ep-size: 3 does not divide' "$work/wrong.err")" = 1 ] || { fail "ep-size 3"; tail -2 "$work/wrong.err"; }
 answer 2 alone qwen3_moe --ep-size 2

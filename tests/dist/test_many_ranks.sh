@@ -150,6 +150,9 @@ wrong 2 "nowhere.jsonl" ranks=2 train_dataset=/nowhere.jsonl
 PATH=$whole_path
 grep -q "over tcp" "$work/tcp.out" || fail "tcp: not over tcp"
 same tcp
+(export ITH_MPI_PLUGIN="$work/no-plug-in.so" && train bare dp_size=2 cp_size=2 zero_stage=2) || { fail "bare ended with $?"; cat "$work/bare.out"; }
+grep -q "over tcp" "$work/bare.out" || fail "bare: mpirun, but no plug-in: not over tcp"
+same bare
 
 # A plan of one rank of the job, without starting it.
 "$ithaca" plan "$work/run.yaml" "output_dir=$work/plan" cp_size=4 dp_size=2 zero_stage=3 >"$work/plan.out" 2>&1 ||
