@@ -128,6 +128,11 @@ ith_status ith_comm_open_world(ith_comm **out, double timeout_s, ith_error *err)
         ITH_WRAP(open_mpi(out, timeout_s, err), err, "this process is one rank of a job");
     else if (ith_comm_is_launched())
         ITH_TRY(open_tcp(out, err));
+    else if (variable("SLURM_STEP_NUM_TASKS") > 1) /* each would do the whole work */
+        return ith_fail(err, ITH_ERR_USAGE,
+                        "srun started %lld tasks that do not know of each other (use srun "
+                        "--mpi=pmix)",
+                        (long long)variable("SLURM_STEP_NUM_TASKS"));
     else
         ITH_TRY(ith_comm_open_self(out, err));
     (*out)->timeout_s = timeout_s;

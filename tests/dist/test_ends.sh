@@ -36,6 +36,11 @@ one_line() { # NAME TEXT
     grep -q "^error: $2" "$work/$1.out" || { fail "$1: no '$2'"; grep '^error' "$work/$1.out"; }
 }
 
+# Tasks of srun without MPI would all be rank 0 of 1 and write the same files.
+SLURM_STEP_NUM_TASKS=2 "$ithaca" train "$work/run.yaml" "output_dir=$work/tasks" >"$work/tasks.out" 2>&1
+[ $? = 2 ] || fail "tasks of srun: not refused"
+one_line tasks "srun started 2 tasks that do not know of each other"
+
 # verify: on any stage and mesh a difference is found at the point where it is.
 verify() { # RANKS LAYOUT
     ranks=$1; shift
