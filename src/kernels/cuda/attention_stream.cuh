@@ -32,20 +32,6 @@ struct head_rows {
     bool f32;
 };
 
-/* Two units in the last place: far below the rounding of weights to bf16. */
-__device__ __forceinline__ float power_of_two(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ uint32_t two(float lo, float hi)
-{
-    __nv_bfloat162 x = __floats2bfloat162_rn(lo, hi);
-    return *reinterpret_cast<uint32_t *>(&x);
-}
-
 /* Two neighbours of a row; at: elements from the tensor's first. */
 __device__ __forceinline__ void store_pair(const head_rows &t, int64_t at, float x, float y)
 {

@@ -161,12 +161,6 @@ __device__ __forceinline__ void invert_column(prepare_shared *s, int own, int at
         inverse[i * INVERSE_PITCH] = sums[i];
 }
 
-__device__ __forceinline__ uint32_t two(float lo, float hi)
-{
-    __nv_bfloat162 x = __floats2bfloat162_rn(lo, hi);
-    return *reinterpret_cast<uint32_t *>(&x);
-}
-
 /* Block (row, col) of Z from its transpose, with the decay. */
 __device__ __forceinline__ void store_block(prepare_shared *s, int own, const float (&zt)[2][4],
                                             int row, int col)

@@ -50,13 +50,6 @@ __device__ __forceinline__ log_sum log_sum_of(double g)
     return sum;
 }
 
-__device__ __forceinline__ float power_of_two(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 /* e^(G_i - G_j), right to a few units in the last place however large both are. */
 __device__ __forceinline__ float decay_of(log_sum i, log_sum j)
 {

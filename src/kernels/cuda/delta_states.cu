@@ -181,12 +181,6 @@ __device__ __forceinline__ void leave_stage(walk_shared<GROUPS, KIND> *sh, int64
 
 /* ---- fragments ---- */
 
-__device__ __forceinline__ uint32_t two(float lo, float hi)
-{
-    __nv_bfloat162 x = __floats2bfloat162_rn(lo, hi);
-    return *reinterpret_cast<uint32_t *>(&x);
-}
-
 __device__ __forceinline__ float2 both(uint32_t x)
 {
     return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(&x));

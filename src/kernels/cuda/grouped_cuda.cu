@@ -258,10 +258,8 @@ __device__ __forceinline__ void send_bf16(const tiled_product &t, const results 
         uint32_t v[4], piece = to.stage + j / 8 * PIECE_BYTES;
         uint32_t at = piece + row * 128 + ((j % 8 + right) ^ (row % 8)) * 16;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            __nv_bfloat162 pair = __floats2bfloat162_rn(c[4 * j + 2 * i], c[4 * j + 2 * i + 1]);
-            v[i] = *reinterpret_cast<uint32_t *>(&pair);
-        }
+        for (int i = 0; i < 4; i++)
+            v[i] = two(c[4 * j + 2 * i], c[4 * j + 2 * i + 1]);
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
                      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                      : "memory");

@@ -180,6 +180,23 @@ template <int THREADS> __device__ __forceinline__ void signal_threads(int id)
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
+/* ---- registers ---- */
+
+/* 2^x within two units in the last place, far below the rounding of weights to bf16. */
+__device__ __forceinline__ float power_of_two(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* As a pair of bf16, lo in the lower half. */
+__device__ __forceinline__ uint32_t two(float lo, float hi)
+{
+    __nv_bfloat162 x = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<uint32_t *>(&x);
+}
+
 /* ---- wgmma ---- */
 
 /* How wgmma finds an operand at `at`. k-major: rows are the outer index, 8 of them make 1024 bytes.
