@@ -1,6 +1,5 @@
-/* launch.c - the ranks of a run on one machine: under mpirun where it and the plug-in for
- * MPI are, else as children of this
- * process that meet over sockets (comm/comm_tcp.h). */
+/* launch.c - the ranks of a run on one machine: under mpirun where it and the plug-in for MPI are,
+ * else as children of this process that meet over sockets (comm/comm_tcp.h). */
 #include "cli/launch.h"
 
 #include <errno.h>
