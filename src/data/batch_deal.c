@@ -1,4 +1,4 @@
-/* batch_deal.c - heaviest documents first, each to the lightest place that takes it; then places of
+/* batch_deal.c - heaviest items first, each to the lightest place that takes it; then places of
  * about equal work make a round.
  * Invariants: 1. every document of the step is in exactly one micro-batch. 2. nothing but lengths
  * and options decides. */
@@ -11,13 +11,19 @@
 
 #define TRIES 16 /* rounds of ranks that are tried at least: 1, 2, 4, .. */
 
-/* Documents on their way to places; a place becomes a micro-batch. */
+/* What is dealt: a document, or all those of a micro-batch that stay together. */
 typedef struct {
-    int64_t *docs;   /* [n] numbers */
+    int64_t first, count, tokens; /* documents [first, first + count) of the step */
+    double squares;               /* of their lengths */
+} item;
+
+/* Items on their way to places; a place becomes a micro-batch. */
+typedef struct {
+    int64_t *items;  /* [n] numbers */
     int64_t *next;   /* [n] the one placed before it at the same place, -1: none */
     int64_t *last;   /* [places] last one placed, -1: none */
     int64_t *tokens; /* [places] */
-    int64_t *count;  /* [places] */
+    int64_t *count;  /* [places] documents */
     double *load;    /* [places] work */
     int64_t n, places;
 } placing;
@@ -30,23 +36,19 @@ typedef struct {
 struct batch_deal_scratch {
     placing cut, whole;
     batch_list other_cut, other_whole; /* a schedule that is tried */
-    uint64_t *sorted;                  /* [max_docs] INT32_MAX - length, index */
-    int64_t *all;                      /* [max_docs] documents, longest first */
-    ranked *ranked;                    /* [places] */
-    double *total;                     /* [ranks] work so far */
-    int64_t *place_of;                 /* [ranks] in this round */
+    const batch_list *step;
+    item *items;    /* [max_docs] in the order of the step */
+    int64_t *all;   /* [max_docs] their numbers, most work first */
+    bool *placed;   /* [max_docs] */
+    ranked *ranked; /* [places, or max_docs if there are more] */
+    double *total;     /* [ranks] work so far */
+    int64_t *place_of; /* [ranks] in this round */
 };
 
 typedef struct {
     int64_t tokens, docs;
     double linear, quadratic;
 } place_limits;
-
-static int compare_u64(const void *a, const void *b)
-{
-    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
-    return (x > y) - (x < y);
-}
 
 static int64_t num_ranks(const batch_deal_options *o)
 {
@@ -84,7 +86,7 @@ static void free_list(batch_list *list)
 
 static ith_status alloc_placing(placing *p, int64_t docs, int64_t places, ith_error *err)
 {
-    ITH_TRY(ith_alloc((void **)&p->docs, docs * 8, "dealing", err));
+    ITH_TRY(ith_alloc((void **)&p->items, docs * 8, "dealing", err));
     ITH_TRY(ith_alloc((void **)&p->next, docs * 8, "dealing", err));
     ITH_TRY(ith_alloc((void **)&p->last, places * 8, "dealing", err));
     ITH_TRY(ith_alloc((void **)&p->tokens, places * 8, "dealing", err));
@@ -94,7 +96,7 @@ static ith_status alloc_placing(placing *p, int64_t docs, int64_t places, ith_er
 
 static void free_placing(placing *p)
 {
-    ith_free(p->docs);
+    ith_free(p->items);
     ith_free(p->next);
     ith_free(p->last);
     ith_free(p->tokens);
@@ -121,10 +123,11 @@ ith_status batch_deal_create(batch_deal *deal, const batch_deal_options *options
         ITH_TRY_OUT(alloc_list(&s->other_whole, docs, ranks, err));
         ITH_TRY_OUT(alloc_placing(&s->whole, docs, ranks, err));
     }
-    ITH_TRY_OUT(ith_alloc((void **)&s->sorted, docs * 8, "dealing", err));
+    ITH_TRY_OUT(ith_alloc((void **)&s->items, docs * (int64_t)sizeof *s->items, "dealing", err));
     ITH_TRY_OUT(ith_alloc((void **)&s->all, docs * 8, "dealing", err));
-    ITH_TRY_OUT(
-        ith_alloc((void **)&s->ranked, places * (int64_t)sizeof *s->ranked, "dealing", err));
+    ITH_TRY_OUT(ith_alloc((void **)&s->placed, docs, "dealing", err));
+    ITH_TRY_OUT(ith_alloc((void **)&s->ranked,
+                          ith_max_i64(places, docs) * (int64_t)sizeof *s->ranked, "dealing", err));
     ITH_TRY_OUT(ith_alloc((void **)&s->total, num_ranks(o) * 8, "dealing", err));
     ITH_TRY_OUT(ith_alloc((void **)&s->place_of, num_ranks(o) * 8, "dealing", err));
     return ITH_OK;
@@ -143,8 +146,9 @@ void batch_deal_destroy(batch_deal *deal)
         free_list(&s->other_whole);
         free_placing(&s->cut);
         free_placing(&s->whole);
-        ith_free(s->sorted);
+        ith_free(s->items);
         ith_free(s->all);
+        ith_free(s->placed);
         ith_free(s->ranked);
         ith_free(s->total);
         ith_free(s->place_of);
@@ -155,9 +159,9 @@ void batch_deal_destroy(batch_deal *deal)
 
 /* ---- places ---- */
 
-static double work_of(const place_limits *l, int64_t n)
+static double work_of(const place_limits *l, const item *x)
 {
-    return l->linear * (double)n + l->quadratic * (double)n * (double)n;
+    return l->linear * (double)x->tokens + l->quadratic * x->squares;
 }
 
 /* Where documents are cut over the group: its work, that of a rank is a part. */
@@ -181,16 +185,23 @@ static void clear_places(placing *p, int64_t first, int64_t end)
     }
 }
 
-static void put(placing *p, const place_limits *l, int64_t i, int64_t length, int64_t place)
+static void put(placing *p, const place_limits *l, int64_t i, const item *x, int64_t place)
 {
     p->next[i] = p->last[place];
     p->last[place] = i;
-    p->tokens[place] += length;
-    p->count[place]++;
-    p->load[place] += work_of(l, length);
+    p->tokens[place] += x->tokens;
+    p->count[place] += x->count;
+    p->load[place] += work_of(l, x);
 }
 
-/* Documents [begin, end) of p, longest first, each to the lightest of places [first, last) that has
+static bool has_room(const batch_deal *d, const placing *p, const place_limits *l, const item *x,
+                     int64_t place)
+{
+    return p->tokens[place] + x->tokens <= l->tokens && p->count[place] + x->count <= l->docs &&
+           !(d->options.keep_together && p->count[place]);
+}
+
+/* Items [begin, end) of p, most work first, each to the lightest of places [first, last) that has
  * room. False: one finds none. */
 static bool spread(const batch_deal *d, placing *p, const place_limits *l, int64_t begin,
                    int64_t end, int64_t first, int64_t last)
@@ -198,14 +209,14 @@ static bool spread(const batch_deal *d, placing *p, const place_limits *l, int64
     clear_places(p, first, last);
     p->places = last;
     for (int64_t i = begin; i < end; i++) {
-        int64_t best = -1, length = d->options.lengths[p->docs[i]];
+        int64_t best = -1;
+        const item *x = &d->scratch->items[p->items[i]];
         for (int64_t k = first; k < last; k++)
-            if (p->tokens[k] + length <= l->tokens && p->count[k] < l->docs &&
-                (best < 0 || p->load[k] < p->load[best]))
+            if (has_room(d, p, l, x, k) && (best < 0 || p->load[k] < p->load[best]))
                 best = k;
         if (best < 0)
             return false;
-        put(p, l, i, length, best);
+        put(p, l, i, x, best);
     }
     return true;
 }
@@ -241,11 +252,15 @@ static int64_t next_owner(const struct batch_deal_scratch *s, int64_t width)
 }
 
 /* place -1: an empty micro-batch. */
-static void append(const placing *p, int64_t place, batch_list *out)
+static void append(const struct batch_deal_scratch *s, const placing *p, int64_t place,
+                   batch_list *out)
 {
     int64_t end = out->begin[out->num] + (place >= 0 ? p->count[place] : 0);
-    for (int64_t i = place >= 0 ? p->last[place] : -1, k = end; i >= 0; i = p->next[i])
-        out->docs[--k] = p->docs[i];
+    for (int64_t i = place >= 0 ? p->last[place] : -1, k = end; i >= 0; i = p->next[i]) {
+        const item *x = &s->items[p->items[i]];
+        k -= x->count;
+        memcpy(out->docs + k, s->step->docs + x->first, (size_t)x->count * 8);
+    }
     out->begin[++out->num] = end;
 }
 
@@ -270,48 +285,69 @@ static double lay_out(batch_deal *d, const placing *p, int64_t width, batch_list
             s->total[owner] += s->ranked[i].load;
         }
         for (int64_t owner = 0; owner < width; owner++)
-            append(p, s->place_of[owner], out);
+            append(s, p, s->place_of[owner], out);
     }
     return sum;
 }
 
 /* ---- rounds of groups ---- */
 
-/* The documents of the step, longest first; of equal ones the earlier. */
-static void sort_documents(batch_deal *d, const batch_list *step)
+static item item_of(const batch_deal *d, const batch_list *step, int64_t first, int64_t end)
+{
+    item x = {.first = first, .count = end - first};
+    for (int64_t i = first; i < end; i++) {
+        int64_t n = d->options.lengths[step->docs[i]];
+        x.tokens += n;
+        x.squares += (double)n * (double)n;
+    }
+    return x;
+}
+
+/* The items of the step, and their numbers by work; of equal ones the earlier is first. Returns how
+ * many. */
+static int64_t take_items(batch_deal *d, const batch_list *step)
 {
     struct batch_deal_scratch *s = d->scratch;
-    int64_t n = step->begin[step->num];
+    place_limits limits = of_ranks(&d->options);
+    bool together = d->options.keep_together;
+    int64_t n = together ? step->num : step->begin[step->num];
+    s->step = step;
+    for (int64_t i = 0; i < n; i++) {
+        s->items[i] = together ? item_of(d, step, step->begin[i], step->begin[i + 1])
+                               : item_of(d, step, i, i + 1);
+        s->ranked[i] = (ranked){work_of(&limits, &s->items[i]), i};
+    }
+    qsort(s->ranked, (size_t)n, sizeof *s->ranked, compare_ranked);
     for (int64_t i = 0; i < n; i++)
-        s->sorted[i] =
-            (uint64_t)(INT32_MAX - d->options.lengths[step->docs[i]]) << 32 | (uint64_t)i;
-    qsort(s->sorted, (size_t)n, 8, compare_u64);
-    for (int64_t i = 0; i < n; i++)
-        s->all[i] = step->docs[s->sorted[i] & 0xffffffffU];
+        s->all[i] = s->ranked[i].place;
+    return n;
 }
 
 /* Micro-batches as the strategy made them. */
-static void keep_together(batch_deal *d, const batch_list *step)
+static void keep_micro_batches(batch_deal *d, const batch_list *step, int64_t num_items)
 {
     placing *p = &d->scratch->cut;
     place_limits limits = of_groups(&d->options);
-    p->n = step->begin[step->num];
-    memcpy(p->docs, step->docs, (size_t)p->n * 8);
+    p->n = num_items;
     clear_places(p, 0, step->num);
     p->places = step->num;
-    for (int64_t k = 0; k < step->num; k++)
-        for (int64_t i = step->begin[k]; i < step->begin[k + 1]; i++)
-            put(p, &limits, i, d->options.lengths[p->docs[i]], k);
+    for (int64_t i = 0, k = 0; i < num_items; i++) {
+        const item *x = &d->scratch->items[i];
+        while (x->first >= step->begin[k + 1])
+            k++;
+        p->items[i] = i;
+        put(p, &limits, i, x, k);
+    }
 }
 
 /* A round takes the heaviest documents that are left, as many as its micro-batches hold. */
-static void regroup(batch_deal *d, const batch_list *step)
+static void regroup(batch_deal *d, int64_t num_items)
 {
     const batch_deal_options *o = &d->options;
     placing *p = &d->scratch->cut;
     place_limits limits = of_groups(o);
-    p->n = step->begin[step->num];
-    memcpy(p->docs, d->scratch->all, (size_t)p->n * 8);
+    p->n = num_items;
+    memcpy(p->items, d->scratch->all, (size_t)p->n * 8);
     for (int64_t i = 0, k = 0; i < p->n; i += o->groups * o->group_docs, k += o->groups) {
         int64_t end = ith_min_i64(i + o->groups * o->group_docs, p->n);
         bool fits = spread(d, p, &limits, i, end, k, k + o->groups);
@@ -342,14 +378,14 @@ static double sum_loads(const placing *p)
 }
 
 /* Every document cut over its group. */
-static void deal_groups(batch_deal *d, const batch_list *step)
+static void deal_groups(batch_deal *d, const batch_list *step, int64_t num_items)
 {
     const batch_deal_options *o = &d->options;
     placing *p = &d->scratch->cut;
     if (o->regroup && o->groups > 1)
-        regroup(d, step);
+        regroup(d, num_items);
     else
-        keep_together(d, step);
+        keep_micro_batches(d, step, num_items);
     d->busiest = lay_out(d, p, o->groups, &d->cut, &d->group_rounds) / (double)o->cp_size;
     if (o->groups == 1) /* all rounds are its own: in the order they came */
         copy_list(&d->cut, step);
@@ -368,7 +404,7 @@ static bool spread_over_rounds(const batch_deal *d, placing *p, const place_limi
 {
     int64_t tokens = 0;
     for (int64_t i = 0; i < p->n; i++)
-        tokens += d->options.lengths[p->docs[i]];
+        tokens += d->scratch->items[p->items[i]].tokens;
     rounds = ith_max_i64(rounds, ith_div_ceil(tokens, width * l->tokens));
     rounds = ith_max_i64(rounds, ith_div_ceil(p->n, width * l->docs));
     for (; rounds <= max_rounds; rounds++)
@@ -392,24 +428,24 @@ static int64_t find_busiest(const placing *p, const ranked *round, int64_t n, do
     return busiest;
 }
 
-/* Takes the lightest document off the busiest rank, to be cut, as long as that is shorter. */
+/* Takes the lightest item off the busiest rank, to be cut, as long as that is shorter. */
 static void trim_round(const batch_deal *d, placing *p, const ranked *round, int64_t n)
 {
     const batch_deal_options *o = &d->options;
     place_limits whole = of_ranks(o), cut = of_groups(o);
     for (;;) {
         double second = 0;
-        int64_t busiest = find_busiest(p, round, n, &second), doc = p->last[busiest];
-        if (doc < 0)
+        int64_t busiest = find_busiest(p, round, n, &second), last = p->last[busiest];
+        if (last < 0)
             return;
-        int64_t length = o->lengths[p->docs[doc]];
-        double rest = p->count[busiest] > 1 ? p->load[busiest] - work_of(&whole, length) : 0;
+        const item *x = &d->scratch->items[p->items[last]];
+        double rest = p->count[busiest] > x->count ? p->load[busiest] - work_of(&whole, x) : 0;
         double gain = p->load[busiest] - (rest > second ? rest : second);
-        if (gain <= work_of(&cut, length) / (double)num_ranks(o))
+        if (gain <= work_of(&cut, x) / (double)num_ranks(o))
             return;
-        p->last[busiest] = p->next[doc];
-        p->count[busiest]--;
-        p->tokens[busiest] -= length;
+        p->last[busiest] = p->next[last];
+        p->count[busiest] -= x->count;
+        p->tokens[busiest] -= x->tokens;
         p->load[busiest] = rest;
     }
 }
@@ -435,53 +471,51 @@ static void trim(batch_deal *d, placing *p)
     }
 }
 
-/* What is placed nowhere is cut, like the `longer` documents before it. */
-static void collect_cut(batch_deal *d, int64_t longer)
+/* What is placed nowhere is cut, all in order of work. */
+static void collect_cut(batch_deal *d, int64_t num_items)
 {
     struct batch_deal_scratch *s = d->scratch;
     placing *cut = &s->cut, *p = &s->whole;
-    memcpy(cut->docs, s->all, (size_t)longer * 8);
-    cut->n = longer;
-    memset(s->sorted, 0, (size_t)p->n * 8);
+    cut->n = 0;
+    memset(s->placed, 0, (size_t)num_items);
     for (int64_t k = 0; k < p->places; k++)
         for (int64_t i = p->last[k]; i >= 0; i = p->next[i])
-            s->sorted[i] = 1;
-    for (int64_t i = 0; i < p->n; i++)
-        if (!s->sorted[i])
-            cut->docs[cut->n++] = p->docs[i];
+            s->placed[p->items[i]] = true;
+    for (int64_t i = 0; i < num_items; i++)
+        if (!s->placed[s->all[i]])
+            cut->items[cut->n++] = s->all[i];
 }
 
-/* Documents that fit one rank stay whole, in at least so many rounds, but for those that are
- * trimmed. False: none does, or it does not work out. */
-static bool place_whole(batch_deal *d, int64_t num_docs, int64_t rounds, bool trims)
+/* Items that fit one rank stay whole, in at least so many rounds, but for those that are trimmed.
+ * False: none does, or it does not work out. */
+static bool place_whole(batch_deal *d, int64_t num_items, int64_t rounds, bool trims)
 {
     const batch_deal_options *o = &d->options;
     struct batch_deal_scratch *s = d->scratch;
     placing *p = &s->whole;
     place_limits ranks = of_ranks(o), groups = of_groups(o);
-    int64_t longer = 0;
-    while (longer < num_docs && o->lengths[s->all[longer]] > o->rank_tokens)
-        longer++;
-    p->n = num_docs - longer;
-    memcpy(p->docs, s->all + longer, (size_t)p->n * 8);
+    p->n = 0;
+    for (int64_t i = 0; i < num_items; i++)
+        if (s->items[s->all[i]].tokens <= o->rank_tokens)
+            p->items[p->n++] = s->all[i];
     if (p->n == 0 || !spread_over_rounds(d, p, &ranks, num_ranks(o), rounds, rank_rounds(o)))
         return false;
     if (trims)
         trim(d, p);
-    collect_cut(d, longer);
+    collect_cut(d, num_items);
     s->cut.places = 0;
-    return s->cut.n < num_docs &&
+    return s->cut.n < num_items &&
            (s->cut.n == 0 ||
             spread_over_rounds(d, &s->cut, &groups, o->groups, 1, group_rounds(o)));
 }
 
 /* Takes the schedule with rounds of ranks where it is the shorter one. */
-static void deal_ranks(batch_deal *d, int64_t num_docs, int64_t min_rounds, bool trims)
+static void deal_ranks(batch_deal *d, int64_t num_items, int64_t min_rounds, bool trims)
 {
     const batch_deal_options *o = &d->options;
     struct batch_deal_scratch *s = d->scratch;
     int64_t group_rounds = 0, rank_rounds = 0;
-    if (!place_whole(d, num_docs, min_rounds, trims))
+    if (!place_whole(d, num_items, min_rounds, trims))
         return;
     double busiest =
         lay_out(d, &s->cut, o->groups, &s->other_cut, &group_rounds) / (double)o->cp_size;
@@ -501,11 +535,11 @@ void batch_deal_step(batch_deal *d, const batch_list *step)
 {
     ITH_ASSERT(step->num > 0 && step->num <= d->options.max_micro &&
                step->begin[step->num] <= d->options.max_docs);
-    sort_documents(d, step);
-    deal_groups(d, step);
+    int64_t num_items = take_items(d, step);
+    deal_groups(d, step, num_items);
     if (!d->options.rank_docs)
         return;
-    deal_ranks(d, step->begin[step->num], 1, false);
+    deal_ranks(d, num_items, 1, false);
     for (int64_t rounds = 1; !d->options.whole_always && rounds <= TRIES; rounds *= 2)
-        deal_ranks(d, step->begin[step->num], rounds, true);
+        deal_ranks(d, num_items, rounds, true);
 }

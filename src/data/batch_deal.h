@@ -14,10 +14,11 @@
 typedef struct {
     ith_batch_work work;
     int64_t groups, cp_size;
-    bool regroup;      /* documents may change micro-batches, at most group_docs in each */
-    bool whole_always; /* of rounds of ranks: not only where they make the step shorter */
-    int64_t max_micro; /* micro-batches of a step */
-    int64_t max_docs;  /* documents of a step */
+    bool regroup;       /* documents may change micro-batches, at most group_docs in each */
+    bool keep_together; /* micro-batches stay what they are: each is dealt as one */
+    bool whole_always;  /* of rounds of ranks: not only where they make the step shorter */
+    int64_t max_micro;  /* micro-batches of a step */
+    int64_t max_docs;   /* documents of a step */
     int64_t group_tokens, group_docs; /* most of a group's micro-batch */
     int64_t rank_tokens, rank_docs;   /* of a rank's own; 0: no rounds of ranks */
     const int32_t *lengths;           /* of documents, by number */

@@ -207,6 +207,7 @@ static batch_deal_options deal_options(const ith_batcher *b)
                                 .groups = o->dp_size,
                                 .cp_size = o->cp_size,
                                 .regroup = is_counted(o->strategy) && !o->keep_together,
+                                .keep_together = o->keep_together,
                                 .whole_always = o->whole == ITH_CP_WHOLE_ALWAYS,
                                 .max_micro = micro_of_step(b),
                                 .max_docs = b->max_now_docs,
@@ -233,7 +234,6 @@ static ith_status check_options(const ith_batcher_options *o, int64_t count, ith
     ITH_ASSERT(o->dp_size > 0 && o->dp_rank >= 0 && o->dp_rank < o->dp_size && o->num_epochs >= 0);
     ITH_ASSERT(!o->carry_over || o->num_epochs == 0);
     ITH_ASSERT(o->cp_size > 0 && o->cp_rank >= 0 && o->cp_rank < o->cp_size);
-    ITH_ASSERT(o->whole == ITH_CP_WHOLE_NEVER || !o->keep_together);
     if (o->cutoff_len > (INT32_MAX - 1) / o->micro_batch_size)
         return ith_fail(err, ITH_ERR_USAGE,
                         "cutoff_len %" PRId64 " x micro_batch_size %" PRId64

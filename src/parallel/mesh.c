@@ -275,7 +275,7 @@ static ith_status sum(ith_comm *comm, ith_ctx *ctx, ith_tensor t)
 
 ith_status ith_mesh_sum_cp(const ith_mesh *mesh, ith_ctx *ctx, ith_tensor t)
 {
-    return mesh ? sum(mesh->device_cp[0], ctx, t) : ITH_OK;
+    return ith_cp_size(mesh) > 1 ? sum(mesh->device_cp[0], ctx, t) : ITH_OK;
 }
 
 ith_status ith_mesh_sum_world(const ith_mesh *mesh, ith_ctx *ctx, ith_tensor t)

@@ -81,7 +81,7 @@ static ith_status place_all(ith_step *s)
     s->group_position_ids = s->position_ids;
     if (c->noisy)
         ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_docs, &s->noisy));
-    if (c->noisy && ith_cp_size(c->mesh) > 1)
+    if (c->noisy && ith_cp_size(c->mesh) > 1) /* of all rows of a group */
         ITH_TRY(push_1d(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, c->max_tokens,
                         &s->group_position_ids));
     int64_t list_size = s->model->passes_states ? ith_slice_list_size(c->max_docs) : 0;
@@ -110,6 +110,12 @@ static ith_status place_all(ith_step *s)
     return ith_zero(ctx, s->loss_sum);
 }
 
+/* Of the ranks that share a micro-batch, and its balance, the one that counts it. */
+static bool speaks_for_group(const ith_mesh *mesh)
+{
+    return ith_cp_size(mesh) == 1 || mesh->cp_rank == 0;
+}
+
 /* Forward, loss and (training) backward of s->batch. */
 static ith_status walk_micro(ith_step *s, bool training)
 {
@@ -125,7 +131,7 @@ static ith_status walk_micro(ith_step *s, bool training)
     ITH_TRY(m->family->forward(m, ctx, &s->batch, training, hidden));
     ITH_TRY(ith_chunk_loss(m, ctx, &s->batch, s->config.chunk_rows, &s->confidence, dhidden,
                            s->loss_sum, s->row_loss, hidden));
-    if (m->expert_fraction.ndim)
+    if (m->expert_fraction.ndim && speaks_for_group(m->mesh))
         ITH_TRY(ith_dot_accumulate(ctx, s->balance_sum, m->expert_fraction, m->expert_mean_prob));
     if (training)
         ITH_TRY(m->family->backward(m, ctx, &s->batch, dhidden));
@@ -613,7 +619,7 @@ static ith_status upload(ith_step *s, const ith_micro_batch *b, double weight_su
         s->batch.seqs.noisy_host = b->noisy;
         s->batch.seqs.position_host = b->position_ids;
         ITH_TRY(d->upload(d, s->noisy.data, b->noisy, b->num_docs * 4, err));
-        if (tokens < b->num_tokens)
+        if (s->group_position_ids.data != s->position_ids.data)
             ITH_TRY(
                 d->upload(d, s->group_position_ids.data, b->position_ids, b->num_tokens * 4, err));
     }
@@ -641,8 +647,8 @@ ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch)
     /* From stage 2 on layers are reduced and gathered by all ranks in every walk. */
     if (batch->num_tokens == 0 && step->model->zero_stage < 2)
         return ITH_OK;
-    step->num_micro += batch->num_tokens > 0;
     ITH_TRY(upload(step, batch, step->weight_sum > 0 ? step->weight_sum : 1.0));
+    step->num_micro += batch->num_tokens > 0 && speaks_for_group(step->model->mesh);
     return walk_micro(step, true);
 }
 
@@ -660,7 +666,7 @@ ith_status ith_step_reduce(ith_step *step)
     if (step->confidence.sum.ndim)
         ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->confidence.sum));
     ITH_TRY(ith_mesh_sum_world(mesh, step->ctx, step->balance_sum));
-    ITH_TRY(ith_comm_all_reduce(mesh->dp, &step->num_micro, 1, ITH_I64, ITH_REDUCE_SUM,
+    ITH_TRY(ith_comm_all_reduce(mesh->world, &step->num_micro, 1, ITH_I64, ITH_REDUCE_SUM,
                                 step->ctx->err));
     return ITH_OK;
 }
@@ -688,7 +694,6 @@ ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *o
         ITH_TRY(ith_zero(ctx, confidence_sum));
     if (scale < 0 && step->model->zero_stage >= 2) /* nothing was updated, nothing cleared */
         ITH_TRY(ith_zero(ctx, step->model->grad));
-    balance /= (double)ith_cp_size(step->config.mesh); /* each rank held that of its whole group */
     double micros = (double)ith_max_i64(step->num_micro, 1),
            experts = (double)step->model->config->num_experts;
     *out = (ith_step_stats){loss, (double)norm,

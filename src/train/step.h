@@ -81,7 +81,7 @@ typedef struct ith_step {
     int32_t *host_rows, *host_labels;
     float *host_seeds;
     double weight_sum; /* C of the running step */
-    int64_t num_micro; /* micro-batches of it so far */
+    int64_t num_micro; /* micro-batches of it so far, those of a group on its first rank */
     bool reduced;      /* gradients and sums of it are those of all ranks */
 } ith_step;
 

@@ -160,10 +160,11 @@ static bool has_media(const ith_samples *samples)
     return samples && ith_samples_num_media(samples) > 0;
 }
 
-static bool is_mean_of_micro_batches(const ith_trainer *t)
+/* Whether a mean is taken over each micro-batch: what is in one must not depend on ranks. */
+static bool keeps_micro_batches(const ith_trainer *t)
 {
-    return ith_is_diffusion(t->config, &t->hf) &&
-           t->config->diffusion.normalizer == ITH_NORM_MICRO_BATCH;
+    return aux_coef(t) > 0 || (ith_is_diffusion(t->config, &t->hf) &&
+                               t->config->diffusion.normalizer == ITH_NORM_MICRO_BATCH);
 }
 
 /* Why every document is cut over its group; NULL: it need not be. */
@@ -173,8 +174,7 @@ static const char *why_all_are_cut(const ith_trainer *t)
            : has_media(t->samples) || has_media(t->eval_samples)
                ? "images are encoded once for a group of ranks"
            : ith_is_diffusion(t->config, &t->hf) ? "noise makes documents longer"
-           : aux_coef(t) > 0 ? "the load balancing loss is a mean over what a group has together"
-                             : NULL;
+                                                 : NULL;
 }
 
 static ith_cp_whole whole_documents(const ith_trainer *t)
@@ -254,7 +254,7 @@ static ith_status open_data(ith_trainer *t, const shared_data *shared, ith_error
     ith_batcher_options b = ith_batcher_options_from(c, &t->layout, dp_rank);
     b.work = ith_trainer_batch_work(t);
     b.whole = whole_documents(t);
-    b.keep_together = aux_coef(t) > 0 || is_mean_of_micro_batches(t);
+    b.keep_together = keeps_micro_batches(t);
     b.subset = t->train_subset;
     b.num_subset = num_train;
     b.media = t->media;
@@ -564,7 +564,8 @@ static void say_planned(const ith_trainer *t, const ith_trainer_hooks *hooks)
     int64_t tokens = t->step->config.max_whole_tokens;
     if (tokens)
         ith_trainer_say(
-            hooks, "documents of up to %lld tokens stay whole on one rank%s", (long long)tokens,
+            hooks, "%s of up to %lld tokens stay whole on one rank%s",
+            keeps_micro_batches(t) ? "micro-batches" : "documents", (long long)tokens,
             t->config->cp_whole_documents == ITH_CP_WHOLE_AUTO ? " where that makes a step shorter"
                                                                : "");
 }

@@ -417,21 +417,32 @@ static void close_run(run *r)
     ith_hf_config_deinit(&r->config);
 }
 
-/* One step: gradients are kept before the update, with an eps that makes it smooth. */
+static void micro(run *r, const struct family *f, share part, bool whole)
+{
+    static batch x;
+    make_batch(&x, f, &r->config, part);
+    x.b.whole = whole;
+    assert_ok(ith_step_micro(r->step, &x.b), err);
+}
+
+/* One step: gradients are kept before the update, with an eps that makes it smooth. With l.whole
+ * one rank makes the micro-batches of all groups, then those of all ranks of that layout. */
 static void make_step(run *r, const struct family *f, const ith_mesh *mesh, layout l)
 {
-    static batch x, all;
+    static batch all;
     ith_step_stats stats;
-    share part = {mesh ? mesh->dp_rank : 0, mesh ? mesh->dp_size : 1, l.whole, 0};
+    int64_t groups = l.whole ? world->size / l.cp : 1, ranks = l.whole ? world->size : 0;
     make_batch(&all, f, &r->config, (share){0, 1, 0, 0});
-    make_batch(&x, f, &r->config, part);
     ith_step_begin(r->step, all.b.weight_sum);
-    assert_ok(ith_step_micro(r->step, &x.b), err);
-    if (l.whole) {
-        make_batch(&x, f, &r->config, (share){world->rank, world->size, 0, l.whole});
-        x.b.whole = true;
-        assert_ok(ith_step_micro(r->step, &x.b), err);
+    if (mesh) {
+        micro(r, f, (share){mesh->dp_rank, mesh->dp_size, l.whole, 0}, false);
+        if (l.whole)
+            micro(r, f, (share){world->rank, world->size, 0, l.whole}, true);
     }
+    for (int64_t g = 0; !mesh && g < groups; g++)
+        micro(r, f, (share){g, groups, l.whole, 0}, false);
+    for (int64_t k = 0; !mesh && k < ranks; k++)
+        micro(r, f, (share){k, ranks, 0, l.whole}, false);
     assert_ok(ith_step_reduce(r->step), err);
     r->n = r->model->num_elements;
     r->grad = whole(r, r->model->grad);
@@ -524,6 +535,13 @@ static void open_alone(run *r, const struct family *f, ith_dtype dtype)
     layout one = {.cp = 1, .ulysses = 1, .keep = ITH_KEEP_ALL, .dtype = dtype};
     open_run(r, f, NULL, one);
     make_step(r, f, NULL, one);
+}
+
+/* The micro-batches of a layout that has whole documents, on one rank. */
+static void open_alone_like(run *r, const struct family *f, layout l)
+{
+    open_run(r, f, NULL, (layout){.cp = 1, .ulysses = 1, .keep = ITH_KEEP_ALL});
+    make_step(r, f, NULL, l);
 }
 
 /* As few rings as there can be. */
@@ -876,8 +894,8 @@ static void test_whole_documents_beside_cut_ones(void **state)
     int n = 0;
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         const struct family *f = &families[i];
-        run alone;
-        if (f->media || f->diffusion || f->aux_coef > 0)
+        run alone, like;
+        if (f->media)
             continue;
         open_alone(&alone, f, ITH_F32);
         for (int64_t cp = 2; cp <= world->size; cp++)
@@ -889,8 +907,15 @@ static void test_whole_documents_beside_cut_ones(void **state)
                             .keep = n % 3,
                             .linear_cp = n % 2 ? ITH_LINEAR_STATES : ITH_LINEAR_AUTO,
                             .ep = zero == 3 && experts > 0 && experts % cp == 0 ? cp : 0,
-                            .whole = ith_min_i64(lengths[n % 4], MAX_TOKENS / cp)};
-                run_layout(f, &alone, l);
+                            .whole = ith_min_i64(lengths[n % 4],
+                                                 MAX_TOKENS / cp / (f->diffusion ? 2 : 1))};
+                if (f->aux_coef > 0) { /* a mean over each micro-batch */
+                    open_alone_like(&like, f, l);
+                    run_layout(f, &like, l);
+                    close_run(&like);
+                } else {
+                    run_layout(f, &alone, l);
+                }
             }
         close_run(&alone);
     }

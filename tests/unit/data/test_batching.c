@@ -390,7 +390,10 @@ static void test_epoch_covers_every_sample_once(void **state)
                 o.work = (ith_batch_work){1, 0.1, 0.5, 0};
                 o.num_epochs = 2;
                 o.pack_window = 50;
-                check_job(samples, counts[c], o);
+                for (int together = 0; together < 2; together++) {
+                    o.keep_together = together;
+                    check_job(samples, counts[c], o);
+                }
             }
         ith_samples_close(samples);
     }
@@ -509,6 +512,17 @@ static void test_samples_of_a_micro_batch_stay_together(void **state)
         o.keep_together = false; /* of the longer half 9 + 6 and 8 + 7, then 5 + 2 and 4 + 3 */
         b = make_batcher(samples, o);
         assert_string_equal(run_text(b, 9), r ? "3,6 0,7" : "1,4 2,5");
+        ith_batcher_destroy(b);
+    }
+    /* Two ranks of a group: 4,5 is as long as a slice of the longest possible, 9 + 8. */
+    for (int64_t r = 0; r < 2; r++) {
+        ith_batcher_options o = options_of(ITH_BATCHING_NORMAL, 10, 2, 4);
+        o.keep_together = true;
+        o.cp_size = 2;
+        o.cp_rank = r;
+        o.whole = ITH_CP_WHOLE_ALWAYS;
+        ith_batcher *b = make_batcher(samples, o);
+        assert_string_equal(run_text(b, 9), r ? "0,1 2,3 6,7 -" : "0,1 2,3 6,7 4,5");
         ith_batcher_destroy(b);
     }
     ith_samples_close(samples);
