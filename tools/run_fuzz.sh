@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Fuzzes every reader of foreign bytes with clang's libFuzzer, each for SECONDS (default 60), its corpus as the start.
+# Fuzzes every reader of foreign bytes with clang's libFuzzer, each for SECONDS (default 60), its corpus as the start and
+# the words of tests/fuzz/dict to build with.
 # A crash is left as crash-* in the build folder, with a non-zero exit: put it into tests/fuzz/corpus/NAME and mend it.
 set -u
 seconds=${1:-60}
@@ -15,7 +16,7 @@ for name in $names; do
     mkdir -p "$corpus"
     echo "$name: $seconds s"
     (cd build-fuzz && find . -name "$name" -type f -perm -u+x | head -1 | xargs -I{} {} -max_total_time="$seconds" -rss_limit_mb=2048 -timeout=25 \
-        -print_final_stats=1 "corpus/$name" "../tests/fuzz/corpus/${name#fuzz_}" 2>&1 | grep -E "stat::number_of_executed|ERROR|SUMMARY|Test unit") || true
+        -dict="../tests/fuzz/dict/${name#fuzz_}.dict" -print_final_stats=1 "corpus/$name" "../tests/fuzz/corpus/${name#fuzz_}" 2>&1 | grep -E "stat::number_of_executed|ERROR|SUMMARY|Test unit") || true
     ls build-fuzz/crash-* build-fuzz/timeout-* build-fuzz/oom-* >/dev/null 2>&1 && status=1
 done
 exit $status

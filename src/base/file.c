@@ -241,7 +241,7 @@ ith_status ith_map_open(ith_map *map, const char *path, ith_error *err)
     int fd = -1;
     int64_t size = 0;
     ITH_TRY(open_read(path, &fd, &size, err));
-    void *data = NULL;
+    const void *data = "";
     if (size > 0) {
         data = ith_fault_hit(ITH_FAULT_READ)
                    ? (errno = EIO, MAP_FAILED)
@@ -260,7 +260,7 @@ ith_status ith_map_open(ith_map *map, const char *path, ith_error *err)
 
 void ith_map_close(ith_map *map)
 {
-    if (map->data)
+    if (map->size > 0)
         munmap((void *)(uintptr_t)map->data, (size_t)map->size);
     map->data = NULL;
     map->size = 0;

@@ -36,7 +36,7 @@ ith_status ith_file_stat(const char *path, int64_t *size, int64_t *mtime_ns, ith
 /* Appends a whole file of at most max_bytes (0: no limit) to buf. */
 ith_status ith_read_file(const char *path, int64_t max_bytes, ith_buf *buf, ith_error *err);
 
-/* Read-only mapping. An empty file gives data = NULL, size = 0. */
+/* Read-only mapping. An empty file gives data = "", size = 0. */
 typedef struct {
     const char *data;
     int64_t size;

@@ -169,7 +169,7 @@ static ith_status read_prompts(prompt_list *l, const ith_answering *a, const cha
     bool json = name > 6 && strcmp(path + name - 6, ".jsonl") == 0;
     ith_status status = ITH_OK;
     int64_t number = 1;
-    for (const char *p = map.data, *end = map.data + map.size; p && p < end && status == ITH_OK;
+    for (const char *p = map.data, *end = map.data + map.size; p < end && status == ITH_OK;
          number++) {
         const char *nl = memchr(p, '\n', (size_t)(end - p));
         int64_t len = (nl ? nl : end) - p, text = len > 0 && p[len - 1] == '\r' ? len - 1 : len;

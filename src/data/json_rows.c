@@ -271,7 +271,7 @@ ith_status ith_rows_open(ith_rows **out, const char *path, ith_error *err)
     ITH_TRY(rows_create(&r, path, err));
     ith_status status = ith_map_open(&r->map, path, err);
     if (status == ITH_OK) {
-        r->text = r->map.data ? r->map.data : "";
+        r->text = r->map.data;
         r->len = r->map.size;
         status = scan(r, lines, err);
     }

@@ -50,8 +50,13 @@ static ith_status parse_processor(ith_image_processor *p, const json_t *root, it
     ITH_TRY(get_size(size, "longest_edge", &p->max_pixels, err));
     ITH_TRY(get_three(root, "image_mean", p->mean, err));
     ITH_TRY(get_three(root, "image_std", p->std, err));
-    if (p->std[0] == 0 || p->std[1] == 0 || p->std[2] == 0)
-        return ith_fail(err, ITH_ERR_FORMAT, "image_std: 0 cannot be divided by");
+    for (int c = 0; c < 3; c++)
+        if (!((float)(p->std[c] * 255) > 0))
+            return ith_fail(err, ITH_ERR_FORMAT, "image_std: found %g, expected a number above 0",
+                            p->std[c]);
+    if (p->min_pixels > p->max_pixels)
+        return ith_fail(err, ITH_ERR_FORMAT, "min_pixels %lld, max_pixels %lld: out of order",
+                        (long long)p->min_pixels, (long long)p->max_pixels);
     if (p->patch_size > 1024 || p->merge_size > 64 || p->temporal_patch_size > 64)
         return ith_fail(err, ITH_ERR_FORMAT,
                         "patch_size, merge_size or temporal_patch_size: too "

@@ -1,14 +1,74 @@
 /* links: ith_image */
 /* Pictures: any bytes are a picture of a bounded size or one line of error; what is decoded can be
- * turned into patches. */
+ * turned into patches. Bytes that begin as JSON are the settings of the processors instead. */
 #include "image/image.h"
+#include "image/video.h"
 
+#include "base/file.h"
 #include "base/mem.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
+static char dir[64];
+
+static void remove_dir(void)
+{
+    ith_remove_tree(dir, NULL);
+}
+
+static void write_bytes(const char *name, const uint8_t *data, size_t size)
+{
+    ith_buf path = {0};
+    ith_path_join(&path, dir, name);
+    FILE *file = fopen(path.data, "wb");
+    ITH_ASSERT(file && fwrite(data, 1, size, file) == size && fclose(file) == 0);
+    ith_buf_deinit(&path);
+}
+
+static void check_processor(const ith_image_processor *p)
+{
+    ith_grid grid;
+    ith_error err = {0};
+    ITH_ASSERT(p->patch_size > 0 && p->merge_size > 0 && p->min_pixels <= p->max_pixels);
+    if (ith_image_grid(p, 480, 640, &grid, &err) == ITH_OK)
+        ITH_ASSERT(grid.h % p->merge_size == 0 && grid.w % p->merge_size == 0);
+    else
+        ITH_ASSERT(err.text[0]);
+}
+
+static void run_settings(const uint8_t *data, size_t size)
+{
+    ith_error err = {0};
+    ith_image_processor image;
+    ith_video_processor video;
+    if (!dir[0]) {
+        snprintf(dir, sizeof dir, "fuzz-image-%ld", (long)getpid());
+        ITH_ASSERT(ith_make_dirs(dir, NULL) == ITH_OK);
+        atexit(remove_dir);
+    }
+    write_bytes("preprocessor_config.json", data, size);
+    write_bytes("video_preprocessor_config.json", data, size);
+    if (ith_image_processor_load(&image, dir, &err) == ITH_OK)
+        check_processor(&image);
+    else
+        ITH_ASSERT(err.text[0]);
+    ith_error_clear(&err);
+    if (ith_video_processor_load(&video, dir, &err) == ITH_OK)
+        check_processor(&video.image);
+    else
+        ITH_ASSERT(err.text[0]);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
+    if (size > 0 && data[0] == '{') {
+        run_settings(data, size);
+        return 0;
+    }
     static const ith_image_processor small = {.patch_size = 4,
                                               .temporal_patch_size = 2,
                                               .merge_size = 2,

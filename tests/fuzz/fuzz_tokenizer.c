@@ -1,9 +1,10 @@
 /* links: ith_tokenizer */
-/* fuzz_tokenizer.c - a hostile tokenizer.json, then a hostile text.
+/* fuzz_tokenizer.c - hostile files of a tokenizer, then a hostile text.
  *
- * Input: a tokenizer.json, a NUL byte, and a text. What opens must encode any valid text, offsets
- * must lie in the text, and decoding must end. Without a NUL the input is both. A small vocabulary
- * learned once encodes every text as well. */
+ * Input: parts between NUL bytes. Two: a tokenizer.json and a text. Three or four: a vocab.json, a
+ * text, a merges.txt, and a tokenizer_config.json. One: it is tokenizer.json and text. What opens
+ * must encode any valid text, offsets must lie in the text, and decoding must end. A small
+ * vocabulary learned once encodes every text as well. */
 #include "base/file.h"
 #include "tokenizer/tokenizer.h"
 
@@ -58,30 +59,46 @@ static void use(const ith_tokenizer *t, const char *text, int64_t len)
     ith_buf_deinit(&out);
 }
 
+/* Not ith_write_file: its sync would take most of the time. A part that is absent has no file. */
+static void write_part(const char *name, const char *text, int64_t len)
+{
+    ith_buf path = {0};
+    ith_path_join(&path, dir, name);
+    unlink(path.data);
+    if (text) {
+        FILE *f = fopen(path.data, "wb");
+        ITH_ASSERT(f && fwrite(text, 1, (size_t)len, f) == (size_t)len && fclose(f) == 0);
+    }
+    ith_buf_deinit(&path);
+}
+
+enum { FILE_PART, TEXT_PART, MERGES_PART, CONFIG_PART, NUM_PARTS };
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
-    if (!prepare())
+    if (size == 0 || !prepare())
         return 0;
-    const char *file = (const char *)data;
-    const char *nul = size ? memchr(file, 0, size) : NULL;
-    int64_t file_len = nul ? nul - file : (int64_t)size;
-    const char *text = nul ? nul + 1 : file;
-    int64_t text_len = nul ? (int64_t)size - file_len - 1 : (int64_t)size;
-    use(small, text, text_len);
-    if (file_len == 0)
+    const char *parts[NUM_PARTS] = {(const char *)data}, *end = (const char *)data + size;
+    int64_t lens[NUM_PARTS] = {0};
+    for (int i = 0; i < NUM_PARTS && parts[i]; i++) {
+        const char *nul = i + 1 < NUM_PARTS ? memchr(parts[i], 0, (size_t)(end - parts[i])) : NULL;
+        lens[i] = (nul ? nul : end) - parts[i];
+        if (nul)
+            parts[i + 1] = nul + 1;
+    }
+    int text_part = parts[TEXT_PART] ? TEXT_PART : FILE_PART;
+    use(small, parts[text_part], lens[text_part]);
+    if (lens[FILE_PART] == 0)
         return 0;
-    ith_buf path = {0};
-    ith_error err = {0};
-    ith_path_join(&path, dir, "tokenizer.json");
-    FILE *f = fopen(path.data, "wb"); /* not ith_write_file: its sync would take most of the time */
-    ITH_ASSERT(f && fwrite(file, 1, (size_t)file_len, f) == (size_t)file_len && fclose(f) == 0);
-    ith_buf_deinit(&path);
-    ith_path_join(&path, dir, "tokenizer_config.json");
-    ith_remove_tree(path.data, NULL);
-    ith_buf_deinit(&path);
+    bool pair = parts[MERGES_PART] != NULL;
+    write_part("tokenizer.json", pair ? NULL : parts[FILE_PART], lens[FILE_PART]);
+    write_part("vocab.json", pair ? parts[FILE_PART] : NULL, lens[FILE_PART]);
+    write_part("merges.txt", parts[MERGES_PART], lens[MERGES_PART]);
+    write_part("tokenizer_config.json", parts[CONFIG_PART], lens[CONFIG_PART]);
     ith_tokenizer *t = NULL;
+    ith_error err = {0};
     if (ith_tokenizer_open(&t, dir, &err) == ITH_OK) {
-        use(t, text, text_len);
+        use(t, parts[text_part], lens[text_part]);
         ith_tokenizer_close(t);
     } else {
         ITH_ASSERT(err.text[0]);

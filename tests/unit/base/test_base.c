@@ -152,6 +152,21 @@ static void test_leftovers_of_dead_writers_are_removed(void **state)
     assert_ok(ith_remove_leftovers(path, &err), err);
 }
 
+/* Readers add sizes to where a file begins: of an empty one, too. */
+static void test_map_of_an_empty_file_has_an_address(void **state)
+{
+    (void)state;
+    ith_error err = {0};
+    ith_map map = {0};
+    char path[4200];
+    snprintf(path, sizeof path, "%s/empty", temp_dir("map"));
+    assert_ok(ith_write_file(path, NULL, 0, &err), err);
+    assert_ok(ith_map_open(&map, path, &err), err);
+    assert_int_equal(map.size, 0);
+    assert_non_null(map.data);
+    ith_map_close(&map);
+}
+
 static void test_sha256_known_answers(void **state)
 {
     (void)state;
@@ -261,6 +276,7 @@ int main(void)
         cmocka_unit_test(test_buffer_failure_sticks),
         cmocka_unit_test(test_writer_is_atomic_for_every_failing_write),
         cmocka_unit_test(test_leftovers_of_dead_writers_are_removed),
+        cmocka_unit_test(test_map_of_an_empty_file_has_an_address),
         cmocka_unit_test(test_sha256_known_answers),
         cmocka_unit_test(test_philox_known_answer),
         cmocka_unit_test(test_pool_covers_every_index_once),

@@ -353,10 +353,43 @@ static void test_reference_pictures_bit_for_bit(void **state)
 #endif
 }
 
+/* Settings that contradict themselves, or that no pixel can be divided by: the file and the key. */
+static void test_settings_of_the_processor_are_checked(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *text, *message; /* NULL: good */
+    } cases[] = {
+        {"{\"size\": {\"shortest_edge\": 64, \"longest_edge\": 64}}", NULL},
+        {"{\"size\": {\"shortest_edge\": 65, \"longest_edge\": 64}}",
+         "preprocessor_config.json: min_pixels 65, max_pixels 64: out of order"},
+        {"{\"image_std\": [1, 0, 1]}",
+         "preprocessor_config.json: image_std: found 0, expected a number above 0"},
+        {"{\"image_std\": [1, 1, 1e-60]}",
+         "preprocessor_config.json: image_std: found 1e-60, expected a number above 0"},
+        {"{\"image_std\": [1, 1]}", "preprocessor_config.json: image_std: expected three numbers"},
+        {"{\"patch_size\": 0}", "preprocessor_config.json: patch_size: found"},
+    };
+    const char *dir = temp_dir("settings");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        ith_error err = {0};
+        ith_image_processor p;
+        char path[4200];
+        snprintf(path, sizeof path, "%s/preprocessor_config.json", dir);
+        assert_ok(ith_write_file(path, cases[i].text, (int64_t)strlen(cases[i].text), &err), err);
+        if (cases[i].message)
+            assert_fails(ith_image_processor_load(&p, dir, &err), err, ITH_ERR_FORMAT,
+                         cases[i].message);
+        else
+            assert_ok(ith_image_processor_load(&p, dir, &err), err);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_smart_resize_examples),
+        cmocka_unit_test(test_settings_of_the_processor_are_checked),
         cmocka_unit_test(test_resize_keeps_what_is_flat),
 #ifdef ITH_HAVE_PNG
         cmocka_unit_test(test_png_pixels),
