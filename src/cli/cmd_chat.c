@@ -285,8 +285,9 @@ static ith_status open_decoder(conversation *c, const ith_args *args, ith_error 
     if (c->a.media) { /* an image is fed whole */
         int64_t merge = ith_media_ids(c->a.media)->merge;
         o.max_append = context < MAX_MEDIA_APPEND ? context : MAX_MEDIA_APPEND;
-        o.media = (ith_vision_limits){o.max_append * merge * merge, o.max_append,
-                                      o.max_append * merge * merge};
+        o.media = (ith_vision_limits){.max_patches = o.max_append * merge * merge,
+                                      .max_segments = o.max_append,
+                                      .max_segment_patches = o.max_append * merge * merge};
     }
     if (!c->blocks)
         return ith_decoder_open(&c->d, args->positional[0], &o, err);

@@ -10,6 +10,7 @@ typedef struct {
     int32_t *mrope;                 /* [3, max_tokens] */
     float *pixels;                  /* [max_patches, patch width] */
     ith_grid *grids;                /* [max_grids] */
+    int32_t *frames;                /* [max_segments] */
     struct batch_media_task *tasks; /* [max_grids] */
     ith_batch_limits limits;
     int64_t rank, ranks; /* media_rank, media_ranks */
@@ -18,9 +19,10 @@ typedef struct {
 ith_status batch_media_create(batch_media *m, const ith_media *media, ith_pool *pool,
                               const ith_batch_limits *limits, ith_error *err);
 void batch_media_destroy(batch_media *m);
-/* Positions, patches and grids of the documents that are in the batch. */
-ith_status batch_media_fill(batch_media *m, const ith_samples *samples, ith_micro_batch *batch,
-                            ith_error *err);
+/* Positions, patches and grids of the documents that are in the batch. ranges: rows whose ids are
+ * in it, and whose positions are wanted. */
+ith_status batch_media_fill(batch_media *m, const ith_samples *samples, const int64_t ranges[4],
+                            ith_micro_batch *batch, ith_error *err);
 /* Sum of the k largest of n values, which are sorted. */
 int64_t batch_media_sum_largest(int64_t *values, int64_t n, int64_t k);
 

@@ -109,10 +109,13 @@ ith_batch_limits ith_batcher_limits_bound(const ith_batcher_options *o)
                               .max_micro = o->grad_accum};
 }
 
-/* What the media of max_docs documents can be at most; they have no more features than tokens. */
-static ith_status find_media_limits(const ith_batcher *b, ith_batch_limits *limits, ith_error *err)
+/* What the media of max_docs documents can be at most, and of a rank's own; they have no more
+ * features than tokens. */
+static ith_status find_media_limits(const ith_batcher *b, ith_batch_limits *limits,
+                                    int64_t whole_docs, ith_error *err)
 {
     int64_t merge = ith_media_ids(b->options.media)->merge, *counts = NULL;
+    int64_t docs = limits->max_docs, whole = limits->max_whole_tokens;
     ITH_TRY(ith_alloc_zero((void **)&counts, 3 * b->count, sizeof *counts, "media", err));
     int64_t *patches = counts, *segments = counts + b->count, *items = counts + 2 * b->count;
     for (int64_t i = 0; i < b->count; i++) {
@@ -126,13 +129,17 @@ static ith_status find_media_limits(const ith_batcher *b, ith_batch_limits *limi
                 ith_max_i64(limits->max_segment_patches, (int64_t)g.h * g.w);
         }
     }
-    int64_t most = ith_mul_bytes(limits->max_tokens, merge * merge);
-    limits->max_patches =
-        ith_min_i64(batch_media_sum_largest(patches, b->count, limits->max_docs), most);
-    limits->max_segments = ith_min_i64(
-        batch_media_sum_largest(segments, b->count, limits->max_docs), limits->max_tokens);
+    limits->max_patches = ith_min_i64(batch_media_sum_largest(patches, b->count, docs),
+                                      ith_mul_bytes(limits->max_tokens, merge * merge));
+    limits->max_segments =
+        ith_min_i64(batch_media_sum_largest(segments, b->count, docs), limits->max_tokens);
     limits->max_grids =
-        ith_min_i64(batch_media_sum_largest(items, b->count, limits->max_docs), limits->max_tokens);
+        ith_min_i64(batch_media_sum_largest(items, b->count, ith_max_i64(docs, whole_docs)),
+                    limits->max_tokens);
+    limits->max_whole_patches = ith_min_i64(batch_media_sum_largest(patches, b->count, whole_docs),
+                                            ith_mul_bytes(whole, merge * merge));
+    limits->max_whole_segments =
+        ith_min_i64(batch_media_sum_largest(segments, b->count, whole_docs), whole);
     ith_free(counts);
     return ITH_OK;
 }
@@ -188,12 +195,10 @@ static ith_status find_limits(ith_batcher *b, ith_error *err)
     bound.max_whole_tokens = o->whole == ITH_CP_WHOLE_NEVER ? 0 : bound.max_tokens / o->cp_size;
     if (bound.max_whole_tokens < shortest || o->cp_size == 1)
         bound.max_whole_tokens = 0;
-    if (o->media)
-        ITH_TRY(find_media_limits(b, &bound, err));
     b->limits = bound;
     b->max_carry = o->carry_over ? bound.max_docs + 1 : 0;
     b->max_now_docs = most_docs_of_step(b, total);
-    return ITH_OK;
+    return o->media ? find_media_limits(b, &b->limits, most_whole_docs(b), err) : ITH_OK;
 }
 
 static batch_deal_options deal_options(const ith_batcher *b)
@@ -453,7 +458,8 @@ bool ith_batcher_next(ith_batcher *b, ith_batch_step *step)
     return true;
 }
 
-/* Ids, labels and weights of rows [first, last) of a document that begins at row `at`. */
+/* Ids, positions, labels and weights of rows [first, last) of a document that begins at row `at`.
+ */
 static ith_status put_rows(ith_batcher *b, int64_t at, int64_t entry, const ith_sample *s,
                            int64_t first, int64_t last, ith_error *err)
 {
@@ -466,6 +472,7 @@ static ith_status put_rows(ith_batcher *b, int64_t at, int64_t entry, const ith_
                             " has id %d): remove it and start again",
                             entry, s->ids[t]);
         a->ids[at + t] = s->ids[t];
+        a->position_ids[at + t] = (int32_t)t;
         a->labels[at + t] = ITH_LABEL_IGNORE;
         a->weights[at + t] = 0;
     }
@@ -486,8 +493,6 @@ static ith_status put_document(ith_batcher *b, int64_t at, int64_t entry, const 
 {
     ith_micro_batch *a = &b->arrays;
     ith_sample s = ith_samples_get(b->samples, entry);
-    for (int64_t t = 0; t < s.num_tokens; t++)
-        a->position_ids[at + t] = (int32_t)t;
     for (int i = 0; i < 4; i += 2) {
         int64_t first = ith_max_i64(ranges[i] - at, 0),
                 last = ith_min_i64(ranges[i + 1] - at, s.num_tokens);
@@ -545,7 +550,7 @@ ith_status ith_batcher_fill(ith_batcher *b, int64_t j, ith_micro_batch *out, ith
         a->cu_seqlens[a->num_docs] = (int32_t)a->num_tokens;
     }
     if (b->limits.max_patches)
-        ITH_TRY(batch_media_fill(&b->media, b->samples, a, err));
+        ITH_TRY(batch_media_fill(&b->media, b->samples, ranges, a, err));
     *out = *a;
     return ITH_OK;
 }

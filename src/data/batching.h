@@ -62,8 +62,8 @@ typedef struct {
     const ith_media *media; /* reads images and videos; NULL: micro-batches carry none */
     ith_pool *pool;         /* for them; may be NULL */
     /* Rows of a micro-batch of `tokens` that this rank works on: two ranges [begin, end) that do
-     * not overlap. Of the others nothing is read, and ids, labels and weights are not set. NULL:
-     * all. */
+     * not overlap. Of the others nothing is read, and ids, positions, labels and weights are not
+     * set. NULL: all. */
     void (*own_rows)(const void *arg, int64_t tokens, int64_t ranges[4]);
     const void *own_arg;
     /* Ranks that share a micro-batch's frames out (grid.h): only what has frames of the own share
@@ -93,6 +93,7 @@ typedef struct {
     int32_t *noisy;      /* [num_docs] diffusion (noise.h): first rows that are noisy; else NULL */
     /* media; mrope NULL: none of it */
     int32_t *mrope;        /* [3,T] positions of time, height, width */
+    const int32_t *frames; /* first row of each frame of them, in order (media.h) */
     const float *pixels;   /* patches of all images and videos, in the order of their tokens:
                               [patches, patch width]; of items that other ranks read only room */
     const ith_grid *grids; /* [num_grids] */
@@ -105,8 +106,10 @@ typedef struct {
     int64_t max_doc_tokens;                   /* of a document */
     int64_t max_whole_tokens;                 /* of a micro-batch of one rank alone; 0: none */
     int64_t max_micro;                        /* micro-batches of a step */
-    /* media of a micro-batch: items, patches, temporal patches, patches of one of these */
+    /* media of a micro-batch: items, patches, temporal patches, patches of one of these; of one of
+     * a rank alone */
     int64_t max_grids, max_patches, max_segments, max_segment_patches;
+    int64_t max_whole_patches, max_whole_segments;
 } ith_batch_limits;
 
 /* One optimizer step. Sums are over all micro-batches of all ranks. */

@@ -55,6 +55,7 @@ typedef struct {
     ith_grid grid;
     int32_t num_frames; /* of the file */
     double fps;         /* of the file; 0: not said */
+    int64_t frames;     /* of a stored sample: its first one in the list of them (samples.h) */
 } ith_media_item;
 
 /* Items and paths of a row. Zero-initialise. */
@@ -87,12 +88,26 @@ ith_status ith_media_cut(const ith_media_tokens *tokens, const int32_t *ids, int
                          int64_t from, int64_t limit, const ith_media_item *items,
                          int64_t num_items, int64_t *end, int64_t *num, ith_error *err);
 
+/* Whether a token stands for a part of an image or video. */
+static inline bool ith_is_media_token(const ith_media_tokens *tokens, int32_t id)
+{
+    return id >= 0 && (id == tokens->image || id == tokens->video);
+}
+
+/* Frames of packed documents (an image is one, a video has one for each t of its grid): frames[k]
+ * is the first of the rows that stand for the k-th. Fails when runs of media tokens and grids do
+ * not fit. */
+ith_status ith_media_find(const ith_media_tokens *tokens, const int32_t *ids,
+                          const int32_t *cu_seqlens, int64_t num_docs, const ith_grid *grids,
+                          int64_t num_grids, int32_t *frames, ith_error *err);
+
 /* Three position rows [3,T] (time, height, width) of packed documents, each counting from 0: text
  * advances all three; an image stands at one time, its features at their row and column, and the
- * text goes on behind the longer side. Fails when runs of media tokens and grids do not fit. */
-ith_status ith_mrope_positions(const ith_media_tokens *tokens, const int32_t *ids,
-                               const int32_t *cu_seqlens, int64_t num_docs, const ith_grid *grids,
-                               int64_t num_grids, int32_t *positions, ith_error *err);
+ * text goes on behind the longer side. merge: spatial_merge_size. ranges: rows [r[0], r[1]) and
+ * [r[2], r[3]) are set, the others are not; NULL: all. */
+void ith_mrope_positions(int64_t merge, const int32_t *cu_seqlens, int64_t num_docs,
+                         const ith_grid *grids, int64_t num_grids, const int32_t *frames,
+                         const int64_t *ranges, int32_t *positions);
 
 #ifdef __cplusplus
 }

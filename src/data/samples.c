@@ -16,7 +16,7 @@
 #include <string.h>
 
 /* Raised when the meaning of stored samples or the file layout changes. */
-#define SAMPLES_FORMAT 4
+#define SAMPLES_FORMAT 5
 
 ith_samples_options ith_samples_options_from(const ith_config *config, bool eval,
                                              const ith_tokenizer *tokenizer, const ith_chat *chat,
@@ -239,6 +239,7 @@ void samples_release(ith_samples *s)
         ith_free(s->table);
         ith_free(s->entries);
         ith_free(s->media);
+        ith_free(s->frames);
         ith_free(s->paths);
     }
     s->ids = NULL;
@@ -246,9 +247,11 @@ void samples_release(ith_samples *s)
     s->table = NULL;
     s->entries = NULL;
     s->media = NULL;
+    s->frames = NULL;
     s->paths = NULL;
-    s->num_ids = s->num_runs = s->num_stored = s->num_entries = s->num_media = s->path_bytes = 0;
-    s->cap_ids = s->cap_runs = s->cap_stored = s->cap_media = s->cap_paths = 0;
+    s->num_ids = s->num_runs = s->num_stored = s->num_entries = 0;
+    s->num_media = s->num_frames = s->path_bytes = 0;
+    s->cap_ids = s->cap_runs = s->cap_stored = s->cap_media = s->cap_frames = s->cap_paths = 0;
 }
 
 void ith_samples_close(ith_samples *s)
@@ -354,7 +357,7 @@ static bool item_ok(const ith_samples *s, const ith_media_item *m)
     ith_grid g = m->grid;
     return m->path >= 0 && m->path < s->path_bytes && g.t > 0 && g.h > 0 && g.w > 0 &&
            g.h < 1 << 20 && g.w < 1 << 20 && g.t < 1 << 20 && m->num_frames >= 0 &&
-           ith_grid_patches(g) < INT32_MAX;
+           ith_grid_patches(g) < INT32_MAX && m->frames >= 0 && m->frames <= s->num_frames - g.t;
 }
 
 ith_status samples_sum(ith_samples *s, ith_error *err)
@@ -446,6 +449,11 @@ ith_sample ith_samples_get(const ith_samples *s, int64_t entry)
 const char *ith_samples_media_path(const ith_samples *s, const ith_media_item *item)
 {
     return s->paths + item->path;
+}
+
+const int32_t *ith_samples_media_frames(const ith_samples *s, const ith_media_item *item)
+{
+    return s->frames + item->frames;
 }
 
 int64_t ith_samples_num_media(const ith_samples *s)

@@ -83,6 +83,8 @@ ith_sample ith_samples_get(const ith_samples *samples, int64_t entry);
 int32_t ith_samples_max_id(const ith_samples *samples);
 /* File of an item of ith_sample.media. */
 const char *ith_samples_media_path(const ith_samples *samples, const ith_media_item *item);
+/* [grid.t] first token of each of its frames, from the begin of the sample. */
+const int32_t *ith_samples_media_frames(const ith_samples *samples, const ith_media_item *item);
 int64_t ith_samples_num_media(const ith_samples *samples); /* of the stored samples */
 /* Length alone: cheap. */
 int64_t ith_samples_length(const ith_samples *samples, int64_t entry);

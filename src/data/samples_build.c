@@ -23,6 +23,8 @@ typedef struct {
     int64_t cap_num_made;
     ith_media_list media; /* of the row */
     int64_t num_items;    /* of them in the sample at hand */
+    ith_grid *grids;      /* of a part of it */
+    int64_t cap_grids;
     int64_t dropped_reasoning;
     ith_status status;
     ith_error err;
@@ -68,23 +70,31 @@ static ith_status encode(unit *u, const ith_samples_options *o, const ith_conver
     return status;
 }
 
-/* Ids [begin, end) of an encoded sample, with those of the items that are whole in it. */
-static ith_status store_part(unit *u, const ith_encoded *e, const int32_t *steps, int64_t begin,
-                             int64_t end, const ith_media_item *items, int64_t num_items,
-                             const stored_sample *from, bool *stored)
+/* The items of the sample that was stored last, whose n ids these are. */
+static ith_status store_media(unit *u, const ith_media_tokens *tokens, const int32_t *ids,
+                              int64_t n, const ith_media_item *items, int64_t num_items)
 {
     ith_samples *made = &u->made;
-    ITH_TRY(samples_append(made, e->ids.ids + begin, e->weights + begin,
-                           steps ? steps + begin : NULL, end - begin, from, stored, &u->err));
-    if (!*stored || num_items == 0)
-        return ITH_OK;
+    int64_t frames = 0;
     ITH_TRY(ith_grow((void **)&made->media, &made->cap_media, made->num_media + num_items,
                      sizeof *items, "media", &u->err));
-    memcpy(made->media + made->num_media, items, (size_t)num_items * sizeof *items);
+    ITH_TRY(ith_grow((void **)&u->grids, &u->cap_grids, num_items, sizeof *u->grids, "media",
+                     &u->err));
+    for (int64_t i = 0; i < num_items; frames += items[i++].grid.t) {
+        u->grids[i] = items[i].grid;
+        made->media[made->num_media + i] = items[i];
+        made->media[made->num_media + i].frames = made->num_frames + frames;
+    }
+    ITH_TRY(ith_grow((void **)&made->frames, &made->cap_frames, made->num_frames + frames, 4,
+                     "media", &u->err));
+    const int32_t cu[] = {0, ith_narrow(n)};
+    ITH_TRY(ith_media_find(tokens, ids, cu, 1, u->grids, num_items, made->frames + made->num_frames,
+                           &u->err)); /* ith_media_cut has seen that they fit */
     stored_sample *last = &made->table[made->num_stored - 1];
     last->media_begin = made->num_media;
     last->num_media = ith_narrow(num_items);
     made->num_media += num_items;
+    made->num_frames += frames;
     return ITH_OK;
 }
 
@@ -111,7 +121,11 @@ static ith_status store(unit *u, const ith_samples_options *o, const ith_dataset
             break;
         }
         from.full_tokens = o->split_long ? end - begin : n;
-        ITH_TRY(store_part(u, e, steps, begin, end, items, num, &from, &stored));
+        ITH_TRY(samples_append(&u->made, e->ids.ids + begin, e->weights + begin,
+                               steps ? steps + begin : NULL, end - begin, &from, &stored, &u->err));
+        if (stored && num)
+            ITH_TRY(store_media(u, ith_media_ids(o->media), e->ids.ids + begin, end - begin, items,
+                                num));
         *num_made += stored;
         if (!stored && o->split_long && n > cutoff)
             ith_drops_add(&u->made.drops, ITH_DROP_SPLIT_PART, sample->part, sample->row, "");
@@ -269,7 +283,7 @@ static int64_t gather_units(const ith_samples *s, unit *units, int64_t max_bytes
                all[u->end].row == all[u->first].row)
             u->end++;
         u->made.num_ids = u->made.num_runs = u->made.num_stored = 0;
-        u->made.num_media = u->made.path_bytes = 0;
+        u->made.num_media = u->made.num_frames = u->made.path_bytes = 0;
         memset(&u->made.drops, 0, sizeof u->made.drops);
         u->dropped_reasoning = 0;
         ith_error_clear(&u->err);
@@ -286,14 +300,19 @@ static ith_status join_media(ith_samples *s, const ith_samples *made, ith_error 
         return ITH_OK;
     ITH_TRY(ith_grow((void **)&s->media, &s->cap_media, s->num_media + made->num_media,
                      sizeof *s->media, "media", err));
+    ITH_TRY(ith_grow((void **)&s->frames, &s->cap_frames, s->num_frames + made->num_frames, 4,
+                     "media", err));
     ITH_TRY(ith_grow((void **)&s->paths, &s->cap_paths, s->path_bytes + made->path_bytes, 1,
                      "media", err));
     for (int64_t i = 0; i < made->num_media; i++) {
         s->media[s->num_media + i] = made->media[i];
         s->media[s->num_media + i].path += s->path_bytes;
+        s->media[s->num_media + i].frames += s->num_frames;
     }
+    memcpy(s->frames + s->num_frames, made->frames, (size_t)made->num_frames * 4);
     memcpy(s->paths + s->path_bytes, made->paths, (size_t)made->path_bytes);
     s->num_media += made->num_media;
+    s->num_frames += made->num_frames;
     s->path_bytes += made->path_bytes;
     return ITH_OK;
 }
@@ -413,6 +432,8 @@ out:
         ith_free(units[i].made.runs);
         ith_free(units[i].made.table);
         ith_free(units[i].made.media);
+        ith_free(units[i].made.frames);
+        ith_free(units[i].grids);
         ith_free(units[i].made.paths);
         ith_free(units[i].num_made);
     }

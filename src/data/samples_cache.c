@@ -6,6 +6,7 @@
  *   table    stored_sample
  *   entries  int64
  *   media    ith_media_item
+ *   frames   int32, first token of each frame of the media; padded to 8
  *   paths    of the media, each with its NUL; padded to 8
  *   text     JSON: names of the parts, dropped rows by reason; padded to 8
  *   footer   208 bytes: counts, key, SHA-256 of everything behind the ids (itself as zeros)
@@ -18,7 +19,7 @@
 #include <inttypes.h>
 #include <string.h>
 
-#define CACHE_MAGIC "ITHSAMP2"
+#define CACHE_MAGIC "ITHSAMP3"
 #define HEADER_BYTES 64
 
 typedef struct {
@@ -26,7 +27,7 @@ typedef struct {
     int64_t num_ids, num_runs, num_stored, num_entries, text_bytes;
     int32_t max_id, reserved;
     char key[64], digest[64]; /* hexadecimal */
-    int64_t num_media, path_bytes, spare;
+    int64_t num_media, path_bytes, num_frames;
 } cache_footer;
 static_assert(sizeof(cache_footer) == 208, "the layout of the cache file");
 
@@ -101,7 +102,8 @@ ith_status samples_cache_finish(const ith_samples *s, ith_writer *w, ith_error *
                            .num_entries = s->num_entries,
                            .max_id = s->max_id,
                            .num_media = s->num_media,
-                           .path_bytes = s->path_bytes};
+                           .path_bytes = s->path_bytes,
+                           .num_frames = s->num_frames};
     ith_buf text = {0};
     ith_sha256 h;
     char digest[65];
@@ -113,6 +115,7 @@ ith_status samples_cache_finish(const ith_samples *s, ith_writer *w, ith_error *
     ITH_TRY_OUT(put(w, &h, s->table, s->num_stored * (int64_t)sizeof *s->table, err));
     ITH_TRY_OUT(put(w, &h, s->entries, s->num_entries * 8, err));
     ITH_TRY_OUT(put(w, &h, s->media, s->num_media * (int64_t)sizeof *s->media, err));
+    ITH_TRY_OUT(put(w, &h, s->frames, s->num_frames * 4, err));
     ITH_TRY_OUT(put(w, &h, s->paths, s->path_bytes, err));
     ITH_TRY_OUT(put(w, &h, text.data, text.len, err));
     footer.text_bytes = text.len;
@@ -137,7 +140,7 @@ static bool section(int64_t *offset, int64_t count, int64_t size)
 }
 
 typedef struct {
-    int64_t ids, runs, table, entries, media, paths, text, footer; /* offsets */
+    int64_t ids, runs, table, entries, media, frames, paths, text, footer; /* offsets */
 } cache_layout;
 
 static bool lay_out(const cache_footer *f, int64_t file_bytes, cache_layout *l)
@@ -153,6 +156,8 @@ static bool lay_out(const cache_footer *f, int64_t file_bytes, cache_layout *l)
     ok = ok && section(&at, f->num_entries, 8);
     l->media = at;
     ok = ok && section(&at, f->num_media, (int64_t)sizeof(ith_media_item));
+    l->frames = at;
+    ok = ok && section(&at, f->num_frames, 4);
     l->paths = at;
     ok = ok && section(&at, f->path_bytes, 1);
     l->text = at;
@@ -246,8 +251,10 @@ ith_status samples_cache_open(ith_samples *s, const char *path, bool *valid, ith
     s->table = (stored_sample *)(void *)(base + layout.table);
     s->entries = (int64_t *)(void *)(base + layout.entries);
     s->media = (ith_media_item *)(void *)(base + layout.media);
+    s->frames = (int32_t *)(void *)(base + layout.frames);
     s->paths = base + layout.paths;
     s->num_media = footer.num_media;
+    s->num_frames = footer.num_frames;
     s->path_bytes = footer.path_bytes;
     s->num_ids = footer.num_ids;
     s->num_runs = footer.num_runs;

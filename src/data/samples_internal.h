@@ -19,7 +19,7 @@ typedef struct {
     int64_t media_begin;         /* index of the first item */
 } stored_sample;
 static_assert(sizeof(stored_sample) == 80, "the layout of the cache file");
-static_assert(sizeof(ith_media_item) == 32, "the layout of the cache file");
+static_assert(sizeof(ith_media_item) == 40, "the layout of the cache file");
 static_assert(sizeof(ith_sample_run) == 12, "the layout of the cache file");
 
 typedef struct {
@@ -39,9 +39,10 @@ struct ith_samples {
     stored_sample *table;
     int64_t *entries; /* stored sample of each entry */
     ith_media_item *media;
-    char *paths; /* of the media, each with its NUL */
-    int64_t num_ids, num_runs, num_stored, num_entries, num_media, path_bytes;
-    int64_t cap_ids, cap_runs, cap_stored, cap_media, cap_paths;
+    int32_t *frames; /* of the media: first token of each */
+    char *paths;     /* of the media, each with its NUL */
+    int64_t num_ids, num_runs, num_stored, num_entries, num_media, num_frames, path_bytes;
+    int64_t cap_ids, cap_runs, cap_stored, cap_media, cap_frames, cap_paths;
 
     int64_t num_rows, num_candidates; /* rows read, samples tried */
     ith_drops drops;

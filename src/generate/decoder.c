@@ -127,7 +127,7 @@ static ith_status open_memory(ith_decoder *d, const char *model_dir, ith_error *
     ITH_TRY(ith_alloc_zero((void **)&d->positions, o->batch, sizeof *d->positions, "decoder", err));
     ITH_TRY(ith_alloc((void **)&d->host_logits, o->batch * d->hf.vocab_size * 4, "logits", err));
     ITH_TRY(ith_alloc((void **)&d->raw_logits, o->batch * d->hf.vocab_size * 4, "logits", err));
-    return ith_alloc((void **)&d->staging, (5 * o->max_append + 3 * o->batch + 1) * 4, "decoder",
+    return ith_alloc((void **)&d->staging, (6 * o->max_append + 3 * o->batch + 1) * 4, "decoder",
                      err);
 }
 
@@ -199,18 +199,22 @@ static ith_status clear_empty(ith_decoder *d, const int64_t *counts)
     return ITH_OK;
 }
 
-/* Positions of n new tokens, on all axes, and of what follows them. */
+/* Positions of n new tokens, on all axes, and of what follows them; frames of the media. */
 static ith_status new_positions(ith_decoder *d, const int32_t *ids, const int32_t *cu, int64_t n,
-                                const ith_decoder_media *media, int32_t *out)
+                                const ith_decoder_media *media, int32_t *frames, int32_t *out)
 {
     const ith_hf_config *c = &d->hf;
     int64_t batch = d->options.batch, axes = position_axes(d);
     const ith_media_tokens tokens = {.image = (int32_t)c->image_token_id,
                                      .video = (int32_t)c->video_token_id,
                                      .merge = ith_max_i64(c->vision.spatial_merge_size, 1)};
-    if (axes == 3)
-        ITH_TRY(ith_mrope_positions(&tokens, ids, cu, batch, media ? media->grids : NULL,
-                                    media ? media->num_grids : 0, out, d->session.ctx.err));
+    const ith_grid *grids = media ? media->grids : NULL;
+    int64_t num_grids = media ? media->num_grids : 0;
+    if (axes == 3) {
+        ITH_TRY(ith_media_find(&tokens, ids, cu, batch, grids, num_grids, frames,
+                               d->session.ctx.err));
+        ith_mrope_positions(tokens.merge, cu, batch, grids, num_grids, frames, NULL, out);
+    }
     for (int64_t b = 0; b < batch; b++) {
         int32_t first = (int32_t)d->positions[b];
         for (int64_t t = cu[b]; t < cu[b + 1]; t++)
@@ -237,7 +241,7 @@ ith_status ith_decoder_append_media(ith_decoder *d, const int32_t *const *ids,
     ith_error *err = ctx->err;
     int32_t *sid = d->staging, *pos = sid + o->max_append, *rows = pos + 3 * o->max_append,
             *cu = rows + o->max_append;
-    int32_t *last = cu + o->batch + 1, *len = last + o->batch;
+    int32_t *last = cu + o->batch + 1, *len = last + o->batch, *frames = len + o->batch;
     int64_t n = 0, max_len = 0, cached = 0;
     ith_vision_batch vision = {0};
     cu[0] = 0;
@@ -254,11 +258,11 @@ ith_status ith_decoder_append_media(ith_decoder *d, const int32_t *const *ids,
         last[b] = (int32_t)ith_max_i64(n - 1, 0);
         len[b] = (int32_t)d->lengths[b];
     }
-    ITH_TRY(new_positions(d, sid, cu, n, media, pos));
+    ITH_TRY(new_positions(d, sid, cu, n, media, frames, pos));
     if (media && media->num_grids) {
         ith_micro_batch mb = {.num_tokens = n,
-                              .ids = sid,
                               .pixels = media->pixels,
+                              .frames = frames,
                               .grids = media->grids,
                               .num_grids = media->num_grids};
         ITH_TRY(ith_vision_buffers_fill(&d->vision, d->model, ctx, &mb, &vision));

@@ -43,7 +43,7 @@ typedef struct {
     int64_t *lengths;   /* [batch] tokens in the cache */
     int64_t *positions; /* [batch] of the next token: behind images they differ from lengths */
     float *host_logits; /* [batch, vocab_size] after an append: the next token of each sequence */
-    int32_t *staging;   /* host: ids, positions, rows, borders */
+    int32_t *staging;   /* host: ids, positions, rows, borders, frames */
     void *raw_logits;
 } ith_decoder;
 

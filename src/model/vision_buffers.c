@@ -31,23 +31,36 @@ static ith_status push_host(ith_ctx *ctx, int64_t bytes, void *out)
     return ITH_OK;
 }
 
-/* Patches that one rank encodes at most; see share_out. */
-static int64_t largest_share(const ith_model *m, ith_vision_limits l)
+/* Patches that one of cp ranks encodes at most; see share_out. */
+static int64_t largest_share(ith_vision_limits l, int64_t cp)
 {
-    int64_t cp = ith_cp_size(m->mesh);
     return cp == 1 ? l.max_patches
                    : ith_min_i64(l.max_patches,
                                  ith_div_ceil(l.max_patches, cp) + l.max_segment_patches);
 }
 
+/* What the next micro-batch is at most: of a rank alone, or shared by `ranks`. */
+static ith_vision_limits limits_now(const ith_vision_buffers *b, const ith_model *m)
+{
+    ith_vision_limits l = b->limits;
+    if (ith_cp_size(m->mesh) < b->ranks) {
+        l.max_patches = l.max_whole_patches;
+        l.max_segments = l.max_whole_segments;
+    }
+    return l;
+}
+
 ith_status ith_vision_buffers_place(ith_vision_buffers *b, const ith_model *m, ith_ctx *ctx,
                                     ith_vision_limits limits)
 {
-    *b = (ith_vision_buffers){.limits = limits};
     int64_t half = m->has_vision ? half_dim(m) : 0, cp = ith_cp_size(m->mesh);
+    *b = (ith_vision_buffers){.limits = limits, .ranks = cp};
     if (!m->has_vision || limits.max_patches == 0)
         return ITH_OK;
-    int64_t n = largest_share(m, limits);
+    int64_t n = ith_max_i64(largest_share(limits, cp), limits.max_whole_patches);
+    int64_t segments = ith_max_i64(limits.max_segments, limits.max_whole_segments);
+    int64_t features =
+        features_of(m, ith_max_i64(limits.max_patches, limits.max_whole_patches));
     int64_t width = ith_vision_patch_width(&m->config->vision), size = ith_dtype_bytes(m->dtype);
     ITH_TRY(push(ctx, m->dtype, n, width, &b->pixels));
     ITH_TRY(push(ctx, ITH_I32, n, 4, &b->corners));
@@ -55,16 +68,16 @@ ith_status ith_vision_buffers_place(ith_vision_buffers *b, const ith_model *m, i
     ITH_TRY(push(ctx, m->dtype, n, half, &b->cos));
     ITH_TRY(push(ctx, m->dtype, n, half, &b->sin));
     ITH_TRY(push(ctx, ITH_I32, 4 * n, 0, &b->order));
-    ITH_TRY(push(ctx, ITH_I32, limits.max_segments + 1, 0, &b->cu_seqlens));
-    ITH_TRY(push(ctx, ITH_I32, features_of(m, limits.max_patches), 0, &b->rows));
+    ITH_TRY(push(ctx, ITH_I32, segments + 1, 0, &b->cu_seqlens));
+    ITH_TRY(push(ctx, ITH_I32, features, 0, &b->rows));
     ITH_TRY(push_host(ctx, n * 16, &b->host.corners));
     ITH_TRY(push_host(ctx, n * 16, &b->host.corner_weights));
     ITH_TRY(push_host(ctx, n * half * 4, &b->host.cos));
     ITH_TRY(push_host(ctx, n * half * 4, &b->host.sin));
-    ITH_TRY(push_host(ctx, (limits.max_segments + 1) * 4, &b->host.cu_seqlens));
+    ITH_TRY(push_host(ctx, (segments + 1) * 4, &b->host.cu_seqlens));
     ITH_TRY(push_host(ctx, n * 16, &b->host_order));
-    ITH_TRY(push_host(ctx, features_of(m, limits.max_patches) * 4 + 4, &b->host_rows));
-    ITH_TRY(push_host(ctx, limits.max_segments * (int64_t)sizeof *b->own, &b->own));
+    ITH_TRY(push_host(ctx, features * 4 + 4, &b->host_rows));
+    ITH_TRY(push_host(ctx, segments * (int64_t)sizeof *b->own, &b->own));
     ITH_TRY(push_host(ctx, (cp + 1) * 8, &b->encoded));
     ITH_TRY(push_host(ctx, (cp + 1) * 8, &b->read));
     return push_host(ctx, n * ith_max_i64(width, half) * size, &b->host_typed);
@@ -96,9 +109,10 @@ ith_vision_batch ith_vision_buffers_largest(const ith_vision_buffers *b, const i
 {
     if (!b->pixels.ndim)
         return (ith_vision_batch){0};
-    int64_t features = features_of(m, b->limits.max_patches);
-    return bind(b, largest_share(m, b->limits), b->limits.max_segments,
-                b->limits.max_segment_patches, NULL, features, features);
+    ith_vision_limits l = limits_now(b, m);
+    int64_t features = features_of(m, l.max_patches);
+    return bind(b, largest_share(l, ith_cp_size(m->mesh)), l.max_segments, l.max_segment_patches,
+                NULL, features, features);
 }
 
 typedef struct {
@@ -123,11 +137,6 @@ static ith_status upload_typed(ith_vision_buffers *b, ith_ctx *ctx, T to, const 
     conversion c = {b->host_typed, to.dtype, values};
     ith_pool_for(ctx->pool, ith_numel(to), VALUES_PER_PIECE, convert_range, &c);
     return d->upload(d, to.data, b->host_typed, ith_tensor_bytes(to), ctx->err);
-}
-
-static bool is_media(const ith_hf_config *c, int32_t id)
-{
-    return id >= 0 && (id == c->image_token_id || id == c->video_token_id);
 }
 
 /* The frames of this rank (grid.h) into b->own, and b->encoded; *first patch, returns how many. */
@@ -157,25 +166,29 @@ static int64_t share_out(ith_vision_buffers *b, const ith_model *m, const ith_mi
 }
 
 /* Rows of this rank's slice that features replace into b->host_rows, and b->read. */
-static int64_t find_rows(ith_vision_buffers *b, const ith_model *m, const ith_micro_batch *batch,
-                         int64_t features)
+static int64_t find_rows(ith_vision_buffers *b, const ith_model *m, const ith_micro_batch *batch)
 {
-    int64_t cp = ith_cp_size(m->mesh), me = cp > 1 ? m->mesh->cp_rank : 0, found = 0, rows = 0;
-    for (int64_t r = 0; r < cp; r++) {
-        int64_t begin = ith_cp_first(m->mesh, batch->num_tokens, r),
-                end = ith_cp_first(m->mesh, batch->num_tokens, r + 1);
-        b->read[r] = found;
-        for (int64_t t = begin; t < end; t++) {
-            if (!is_media(m->config, batch->ids[t]))
-                continue;
-            ITH_ASSERT(found < features);
-            found++;
-            if (r == me)
-                b->host_rows[rows++] = (int32_t)(t - begin);
+    int64_t cp = ith_cp_size(m->mesh), me = cp > 1 ? m->mesh->cp_rank : 0, rows = 0;
+    for (int64_t r = 0; r <= cp; r++)
+        b->read[r] = 0;
+    for (int64_t i = 0, frame = 0; i < batch->num_grids; i++) {
+        ith_grid g = batch->grids[i];
+        int64_t size = features_of(m, (int64_t)g.h * g.w);
+        for (int64_t t = 0; t < g.t; t++, frame++) {
+            int64_t first = batch->frames[frame], end = first + size;
+            ITH_ASSERT(first >= 0 && end <= batch->num_tokens);
+            for (int64_t r = 0; r < cp; r++) {
+                int64_t begin = ith_cp_first(m->mesh, batch->num_tokens, r),
+                        from = ith_max_i64(first, begin),
+                        to = ith_min_i64(end, ith_cp_first(m->mesh, batch->num_tokens, r + 1));
+                b->read[r + 1] += ith_max_i64(to - from, 0);
+                for (int64_t k = from; r == me && k < to; k++)
+                    b->host_rows[rows++] = (int32_t)(k - begin);
+            }
         }
     }
-    b->read[cp] = found;
-    ITH_ASSERT(found == features); /* ith_mrope_positions has checked it */
+    for (int64_t r = 0; r < cp; r++)
+        b->read[r + 1] += b->read[r];
     return rows;
 }
 
@@ -191,14 +204,16 @@ ith_status ith_vision_buffers_fill(ith_vision_buffers *b, const ith_model *m, it
     }
     if (n == 0)
         return ITH_OK;
-    ITH_ASSERT(n <= b->limits.max_patches && segments <= b->limits.max_segments);
+    ith_vision_limits limits = limits_now(b, m);
+    ITH_ASSERT(n <= limits.max_patches && segments <= limits.max_segments);
     ITH_TRY(d->sync(d, ctx->err));
     int64_t features = features_of(m, n), grids = share_out(b, m, batch, n, &first);
-    int64_t rows = find_rows(b, m, batch, features);
+    int64_t rows = find_rows(b, m, batch);
+    ITH_ASSERT(b->read[ith_cp_size(m->mesh)] == features);
     ith_vision_lay_out(&m->config->vision, b->own, grids, ctx->pool, &b->host);
     n = b->host.cu_seqlens[grids];
     ITH_ASSERT(b->host.max_len <= b->limits.max_segment_patches);
-    ITH_ASSERT(n <= largest_share(m, b->limits));
+    ITH_ASSERT(n <= largest_share(limits, ith_cp_size(m->mesh)));
     for (int64_t i = 0; i < 4 * n; i++)
         b->host_order[i] = (int32_t)i;
     *out = bind(b, n, grids, b->host.max_len, b->host.cu_seqlens, features, rows);

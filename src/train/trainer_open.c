@@ -139,8 +139,8 @@ static void share_ranks(const ith_trainer *t, ith_batcher_options *o)
 {
     o->cp_rank = t->mesh ? t->mesh->cp_rank : 0;
     o->cp_size = ith_cp_size(t->mesh);
-    if (o->cp_size > 1 && !t->media && !ith_is_diffusion(t->config, &t->hf)) {
-        o->own_rows = own_rows; /* positions of images, and noise, come from whole documents */
+    if (o->cp_size > 1 && !ith_is_diffusion(t->config, &t->hf)) {
+        o->own_rows = own_rows; /* noise comes from whole documents */
         o->own_arg = t->mesh;
     }
     o->media_rank = t->mesh ? t->mesh->cp_rank : 0;
@@ -155,11 +155,6 @@ static double aux_coef(const ith_trainer *t)
     return t->hf.output_router_logits ? t->hf.router_aux_loss_coef : 0;
 }
 
-static bool has_media(const ith_samples *samples)
-{
-    return samples && ith_samples_num_media(samples) > 0;
-}
-
 /* Whether a mean is taken over each micro-batch: what is in one must not depend on ranks. */
 static bool keeps_micro_batches(const ith_trainer *t)
 {
@@ -171,8 +166,6 @@ static bool keeps_micro_batches(const ith_trainer *t)
 static const char *why_all_are_cut(const ith_trainer *t)
 {
     return t->layout.cp_size == 1 ? "one rank has every document whole"
-           : has_media(t->samples) || has_media(t->eval_samples)
-               ? "images are encoded once for a group of ranks"
            : ith_is_diffusion(t->config, &t->hf) ? "noise makes documents longer"
                                                  : NULL;
 }
@@ -295,7 +288,9 @@ static ith_batch_limits clean_limits(const ith_trainer *t)
                               .max_patches = ith_max_i64(a.max_patches, e.max_patches),
                               .max_segments = ith_max_i64(a.max_segments, e.max_segments),
                               .max_segment_patches =
-                                  ith_max_i64(a.max_segment_patches, e.max_segment_patches)};
+                                  ith_max_i64(a.max_segment_patches, e.max_segment_patches),
+                              .max_whole_patches = a.max_whole_patches,
+                              .max_whole_segments = a.max_whole_segments};
 }
 
 static ith_status open_noise(ith_trainer *t, const ith_trainer_hooks *hooks, ith_error *err)
@@ -348,7 +343,8 @@ static ith_step_config step_config(const ith_trainer *t, ith_batch_limits limits
         .max_labels = limits.max_labels,
         .max_doc_tokens = limits.max_doc_tokens,
         .max_whole_tokens = limits.max_whole_tokens,
-        .vision = {limits.max_patches, limits.max_segments, limits.max_segment_patches},
+        .vision = {limits.max_patches, limits.max_segments, limits.max_segment_patches,
+                   limits.max_whole_patches, limits.max_whole_segments},
         .block = t->noiser && t->noise.blocks ? t->noise.block_size : 0,
         .noisy = t->noiser && t->noise.blocks,
         .bidirectional = t->noiser && !t->noise.blocks,

@@ -131,7 +131,7 @@ enum { NUM_IMAGES = sizeof images / sizeof *images };
 
 typedef struct {
     int32_t ids[MAX_TOKENS], positions[MAX_TOKENS], labels[MAX_TOKENS], cu[MAX_DOCS + 1];
-    int32_t noisy[MAX_DOCS], mrope[3 * MAX_TOKENS];
+    int32_t noisy[MAX_DOCS], mrope[3 * MAX_TOKENS], frames[MAX_TOKENS];
     float weights[MAX_TOKENS], pixels[1024];
     ith_grid grids[NUM_IMAGES + 1];
     ith_micro_batch b;
@@ -213,9 +213,12 @@ static void finish_media(batch *x, const ith_hf_config *config, const bool *mine
     const ith_media_tokens tokens = {.image = (int32_t)config->image_token_id,
                                      .video = (int32_t)config->video_token_id,
                                      .merge = config->vision.spatial_merge_size};
-    assert_ok(ith_mrope_positions(&tokens, x->ids, x->cu, x->b.num_docs, x->grids, x->b.num_grids,
-                                  x->mrope, &err),
+    assert_ok(ith_media_find(&tokens, x->ids, x->cu, x->b.num_docs, x->grids, x->b.num_grids,
+                             x->frames, &err),
               err);
+    ith_mrope_positions(tokens.merge, x->cu, x->b.num_docs, x->grids, x->b.num_grids, x->frames,
+                        NULL, x->mrope);
+    x->b.frames = x->frames;
 }
 
 /* [noisy; clean] documents, two tokens of three masked. */
@@ -392,7 +395,7 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, layou
                          .max_docs = MAX_DOCS,
                          .max_labels = MAX_TOKENS,
                          .max_doc_tokens = 128,
-                         .vision = {128, 8, 64},
+                         .vision = {128, 8, 64, l.whole ? 128 : 0, l.whole ? 8 : 0},
                          .chunk_rows = 7,
                          .training = true,
                          .keep = l.keep,
@@ -895,8 +898,6 @@ static void test_whole_documents_beside_cut_ones(void **state)
     for (size_t i = 0; i < sizeof families / sizeof *families; i++) {
         const struct family *f = &families[i];
         run alone, like;
-        if (f->media)
-            continue;
         open_alone(&alone, f, ITH_F32);
         for (int64_t cp = 2; cp <= world->size; cp++)
             for (int zero = 0; zero <= 3 && world->size % cp == 0; zero++, n++) {

@@ -104,6 +104,17 @@ END
         fail "init qwen3.5-tiny"
     family pictures seeing "dp_size=2 cp_size=2 zero_stage=3" "train_dataset=$work/pictures.jsonl" global_batch_size=4 \
         eval_split_ratio=0.25
+    # rows with a picture stay whole beside a long one, whose pictures two ranks share
+    {
+        cat "$work/pictures.jsonl"
+        for n in 12 10; do # one of them may be held out
+            printf '{"messages": [{"role": "user", "content": "Long: <image> %s and <image> %s and <image>."}, {"role": "assistant", "content": "So it is."}], "images": ["tall.png", "wide.png", "tall.png"]}\n' \
+                "$(printf 'and one %.0s' $(seq 1 $n))" "$(printf 'or two %.0s' $(seq 1 $n))"
+        done
+    } >"$work/long.jsonl"
+    family seen-whole seeing "dp_size=2 cp_size=2 zero_stage=2 cp_whole_documents=always" "train_dataset=$work/long.jsonl" \
+        global_batch_size=4 micro_batch_size=1 cutoff_len=400 eval_split_ratio=0.2
+    grep -q "documents of up to [0-9]* tokens stay whole on one rank$" "$work/seen-whole-ranks.out" || fail "seen-whole: nothing stays whole"
 fi
 
 train wrong qwen3_5 cp_size=8 cp_mode=ulysses

@@ -228,14 +228,19 @@ static void add_media(const golden *g, const ith_micro_batch *all, const ith_mes
     const ith_media_tokens tokens = {.image = (int32_t)g->config.image_token_id,
                                      .video = (int32_t)g->config.video_token_id,
                                      .merge = g->config.vision.spatial_merge_size};
-    die_on(ith_mrope_positions(&tokens, b->ids, b->cu_seqlens, b->num_docs, b->grids, b->num_grids,
-                               b->mrope, &err));
+    int32_t *frames = ith_malloc(b->num_tokens * 4 + 4);
+    die_on(ith_media_find(&tokens, b->ids, b->cu_seqlens, b->num_docs, b->grids, b->num_grids,
+                          frames, &err));
+    ith_mrope_positions(tokens.merge, b->cu_seqlens, b->num_docs, b->grids, b->num_grids, frames,
+                        NULL, b->mrope);
+    b->frames = frames;
 }
 
 static void free_batch(ith_micro_batch *b)
 {
     ith_free((void *)(uintptr_t)b->pixels);
     ith_free((void *)(uintptr_t)b->grids);
+    ith_free((void *)(uintptr_t)b->frames);
     ith_free(b->mrope);
     ith_free(b->ids);
     ith_free(b->position_ids);

@@ -2,6 +2,7 @@
  * worked examples, a small picture, and every allocation and read failing once. */
 #include "testing.h"
 
+#include "base/checked.h"
 #include "base/file.h"
 #include "data/media.h"
 #include "unit/image/picture_files.inc"
@@ -21,24 +22,33 @@ static void test_positions_of_images_and_video(void **state)
         {0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 6, 6, 8, 9, 9, 9, 9, 11, 0, 1},
         {0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 6, 7, 7, 8, 9, 9, 10, 10, 11, 0, 1},
         {0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 6, 7, 8, 9, 10, 9, 10, 11, 0, 1}};
-    int32_t got[3][21];
+    int32_t got[3][21], frames[3];
     ith_error err = {0};
-    assert_ok(ith_mrope_positions(&tokens, ids, cu, 2, grids, 2, got[0], &err), err);
-    for (int axis = 0; axis < 3; axis++)
-        for (int t = 0; t < 21; t++)
-            if (got[axis][t] != wanted[axis][t])
-                fail_msg("row %d, token %d: %d, expected %d", axis, t, got[axis][t],
-                         wanted[axis][t]);
-    assert_fails(ith_mrope_positions(&tokens, ids, cu, 2, grids, 1, got[0], &err), err,
+    assert_ok(ith_media_find(&tokens, ids, cu, 2, grids, 2, frames, &err), err);
+    assert_memory_equal(frames, ((int32_t[]){2, 9, 14}), sizeof frames);
+    for (int64_t first = 0; first <= 21; first++) /* two ranges of rows, between them one of 3 */
+        for (int64_t last = first; last <= 21; last++) {
+            const int64_t own[] = {0, first, ith_min_i64(first + 3, last), last};
+            memset(got, 0xff, sizeof got);
+            ith_mrope_positions(2, cu, 2, grids, 2, frames, last < 21 ? own : NULL, got[0]);
+            for (int axis = 0; axis < 3; axis++)
+                for (int t = 0; t < 21; t++) {
+                    bool set = last == 21 || t < own[1] || (t >= own[2] && t < own[3]);
+                    if (got[axis][t] != (set ? wanted[axis][t] : -1))
+                        fail_msg("row %d, token %d: %d, expected %d", axis, t, got[axis][t],
+                                 set ? wanted[axis][t] : -1);
+                }
+        }
+    assert_fails(ith_media_find(&tokens, ids, cu, 2, grids, 1, frames, &err), err,
                  ITH_ERR_FORMAT,
                  "document 0, token 9: a media token, but the row has only 1 images");
     static const ith_grid large[] = {{1, 4, 8}, {2, 4, 4}};
     memset(&err, 0, sizeof err);
-    assert_fails(ith_mrope_positions(&tokens, ids, cu, 2, large, 2, got[0], &err), err,
+    assert_fails(ith_media_find(&tokens, ids, cu, 2, large, 2, frames, &err), err,
                  ITH_ERR_FORMAT, "6 media tokens, the image has 8 features");
     static const ith_grid more[] = {{1, 4, 6}, {2, 4, 4}, {1, 2, 2}};
     memset(&err, 0, sizeof err);
-    assert_fails(ith_mrope_positions(&tokens, ids, cu, 2, more, 3, got[0], &err), err,
+    assert_fails(ith_media_find(&tokens, ids, cu, 2, more, 3, frames, &err), err,
                  ITH_ERR_FORMAT, "3 images and videos, but media tokens for 2");
 }
 
