@@ -76,6 +76,7 @@ static const struct family {
     float aux_coef; /* the balance is that of a micro-batch: it must not be cut by documents */
     ith_model_parts frozen;
     bool few; /* short documents only: slices of a token, and of none */
+    bool steered; /* the words of a document want one expert: see steer */
 } families[] = {
     {.name = "qwen3_5", .config = DENSE(8, 2)},
     {.name = "qwen3_5, two heads", .config = DENSE(2, 1)},
@@ -164,9 +165,12 @@ static void end_doc(batch *x)
     x->cu[++x->b.num_docs] = (int32_t)x->b.num_tokens;
 }
 
+static bool steered;
+
 static int32_t token_of(int64_t doc, int64_t i)
 {
-    return (int32_t)ith_rng_below(5, (uint64_t)doc, (uint64_t)i, 40);
+    int32_t id = (int32_t)ith_rng_below(5, (uint64_t)doc, (uint64_t)i, 40);
+    return steered ? id / 2 * 2 + (int32_t)(doc % 2) : id;
 }
 
 /* In the first half of documents: some slices have none. */
@@ -263,6 +267,7 @@ static void make_batch(batch *x, const struct family *f, const ith_hf_config *co
                                .max_micro = 1};
     assert_ok(ith_noiser_create(&noiser, &o, &limits, &err), err);
     begin(x);
+    steered = f->steered;
     for (int64_t doc = 0; doc < docs->count; doc++) {
         mine[doc] = doc % part.size == part.rank && (!f->few || docs->lengths[doc] <= 3) &&
                     docs->lengths[doc] > part.longer_than &&
@@ -320,8 +325,21 @@ static void read_back(float *to, ith_tensor from)
     assert_ok(d->sync(d, &err), err);
 }
 
+/* Even words go one way in the first channel and odd ones the other, and the routers look at it
+ * alone: to expert 0, or to the last one. */
+static void steer(const run *r, const ith_hf_piece *p, float *values)
+{
+    int64_t width = r->config.hidden_size, rows = p->count / width;
+    if (strstr(p->hf_name, "embed_tokens"))
+        for (int64_t i = 0; i < rows; i++)
+            values[i * width] = i % 2 ? -3 : 3;
+    if (strstr(p->hf_name, "mlp.gate.weight"))
+        for (int64_t i = 0; i < p->count; i++)
+            values[i] = i == 0 ? 1 : i == (rows - 1) * width ? -1 : 0;
+}
+
 /* Decay is slow: what happens in one slice is felt in all behind it. */
-static void fill_weights(run *r)
+static void fill_weights(run *r, const struct family *f)
 {
     ith_model *m = r->model;
     for (int64_t i = 0; i < m->num_pieces; i++) {
@@ -335,6 +353,8 @@ static void fill_weights(run *r)
                         : p->init == ITH_INIT_A_LOG                 ? -4 - 0.1F * (float)k
                         : p->init == ITH_INIT_NORMAL && !p->is_norm ? 4 * values[k]
                                                                     : values[k];
+        if (f->steered)
+            steer(r, p, values);
         if (at >= m->num_act) {
             w = m->w_f32;
             to -= m->num_act;
@@ -407,7 +427,7 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, layou
     assert_ok(ith_step_create(&r->step, r->model, &r->ctx, &c, false), err);
     if (mesh) /* some ranks have fewer tiles, or none */
         r->model->mlp_tile = 5;
-    fill_weights(r);
+    fill_weights(r, f);
 }
 
 static void close_run(run *r)
@@ -468,6 +488,32 @@ static double distance(const float *a, const float *b, int64_t n)
     return diff > 0 ? sqrt(diff / norm) : 0 * diff;
 }
 
+static bool is_zero(const float *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++)
+        if (x[i] != 0)
+            return false;
+    return true;
+}
+
+/* Experts that one rank alone gives no token have a gradient of exactly 0 everywhere. Returns how
+ * many have one. */
+static int64_t compare_idle_experts(const run *r, const run *alone, const char *what)
+{
+    int64_t busy = 0;
+    for (int64_t i = 0; i < r->model->num_pieces; i++) {
+        const ith_hf_piece *p = &r->model->pieces[i];
+        int64_t at = r->model->params[p->param].first + p->first;
+        if (!strstr(p->hf_name, ".experts.") || !strstr(p->hf_name, "down_proj"))
+            continue;
+        bool idle = is_zero(alone->grad + at, p->count);
+        if (idle && !is_zero(r->grad + at, p->count))
+            fail_msg("%s: %s has no token, and a gradient", what, p->hf_name);
+        busy += !idle;
+    }
+    return busy;
+}
+
 static void compare(const run *r, const run *alone, const char *what)
 {
     double far = distance(r->grad, alone->grad, r->n);
@@ -520,6 +566,7 @@ static void run_layout(const struct family *f, const run *alone, layout l)
     open_run(&r, f, &mesh, l);
     make_step(&r, f, &mesh, l);
     compare(&r, alone, what);
+    compare_idle_experts(&r, alone, what);
     if (thorough) {
         open_run(&again, f, &mesh, l);
         make_step(&again, f, &mesh, l);
@@ -888,6 +935,35 @@ static void test_all_layouts_are_as_one_rank(void **state)
     }
 }
 
+/* Goal: weights and gradients of experts move in the same order whatever the router says (cases
+ * S74). Method: in each layer all tokens of every other document, and so of half of the ranks, go to
+ * expert 0, those of the others to expert 7, and none to the other six. */
+static void test_ranks_that_use_one_expert_each(void **state)
+{
+    (void)state;
+    static const struct family lonely = {
+        .name = "two experts of eight",
+        .steered = true,
+        .config = "{\"model_type\": \"qwen3_moe\", \"hidden_size\": 24, \"num_hidden_layers\": 2,"
+                  " \"intermediate_size\": 40, \"num_attention_heads\": 8,"
+                  " \"num_key_value_heads\": 2, \"head_dim\": 16, \"vocab_size\": 50,"
+                  " \"tie_word_embeddings\": false, \"rope_theta\": 10000.0, \"num_experts\": 8,"
+                  " \"num_experts_per_tok\": 1, \"moe_intermediate_size\": 12,"
+                  " \"norm_topk_prob\": false}"};
+    run alone;
+    open_alone(&alone, &lonely, ITH_F32);
+    int64_t busy = compare_idle_experts(&alone, &alone, lonely.name);
+    if (busy != 4)
+        fail_msg("%lld experts of two layers have tokens, expected 4", (long long)busy);
+    for (int zero = 0; zero <= 3; zero++)
+        for (int64_t ep = 0; ep <= (zero == 3 ? 8 : 0); ep = ep ? 2 * ep : 2)
+            if (ep == 0 || world->size % ep == 0)
+                run_layout(&lonely, &alone,
+                           (layout){ep, false, 1, 1, zero, keeps[zero], ITH_LINEAR_HEADS, ITH_F32,
+                                    0});
+    close_run(&alone);
+}
+
 /* Within a step some documents are cut over their group and the others whole on one rank each; with
  * many ranks some have none of these. 30 is as long as the longest: nothing is cut. */
 static void test_whole_documents_beside_cut_ones(void **state)
@@ -941,6 +1017,7 @@ static void test_the_cheaper_way(void **state)
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_all_layouts_are_as_one_rank),
+                                       cmocka_unit_test(test_ranks_that_use_one_expert_each),
                                        cmocka_unit_test(test_rings_are_as_one_rank),
                                        cmocka_unit_test(test_shared_experts_are_as_one_rank),
                                        cmocka_unit_test(test_whole_documents_beside_cut_ones),

@@ -169,6 +169,84 @@ static void test_export_layouts_train_alike(void **state)
 }
 
 /* A square fused tensor says nothing of its orientation: the other one does. */
+/* `to` is `from` with `count` more tensors. */
+static void copy_with(const char *from, const char *to, const ith_st_entry *more, int64_t count)
+{
+    static const char *const files[] = {"config.json", "generation_config.json", "tokenizer.json",
+                                        "tokenizer_config.json", "chat_template.jinja"};
+    static ith_st_entry all[256];
+    ith_error err = {0};
+    int64_t n = 0;
+    assert_ok(ith_make_dirs(small_join(base, to), &err), err);
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++)
+        assert_ok(ith_copy_file(small_join(small_join(base, from), files[i]),
+                                small_join(small_join(base, to), files[i]), &err),
+                  err);
+    ith_st_reader *r = open_dir(from);
+    for (; n < ith_st_count(r); n++)
+        all[n] = *ith_st_at(r, n);
+    for (int64_t i = 0; i < count; i++)
+        all[n + i] = more[i];
+    assert_ok(ith_st_write(small_join(base, to), all, n + count, NULL, &err), err);
+    ith_st_close(r);
+}
+
+/* Experts of the layers in one form and those of a prediction head in the other (cases S67): what
+ * is there is told tensor by tensor, and written as it was. */
+static void test_experts_of_a_head_may_have_another_form(void **state)
+{
+    (void)state;
+    static const float data[24] = {0.5f, -1.25f, 3};
+    static char names[8][64];
+    ith_st_entry each[8], fused[2];
+    for (int e = 0; e < 8; e++) {
+        snprintf(names[e], sizeof names[e], "mtp.layers.0.mlp.experts.%d.%s_proj.weight", e / 2,
+                 e % 2 ? "down" : "gate");
+        each[e] = (ith_st_entry){
+            .name = names[e], .dtype = ITH_F32, .ndim = 2, .shape = {2, 3}, .data = data};
+    }
+    fused[0] = (ith_st_entry){.name = "mtp.layers.0.mlp.experts.gate_up_proj",
+                              .dtype = ITH_F32,
+                              .ndim = 3,
+                              .shape = {2, 4, 3},
+                              .data = data};
+    fused[1] = fused[0];
+    fused[1].name = "mtp.layers.0.mlp.experts.down_proj";
+    copy_with("moe_fused", "fused_and_each", each, 8);
+    copy_with("moe", "each_and_fused", fused, 2);
+    static const char *const dirs[][2] = {{"fused_and_each", "fused_and_each-out"},
+                                          {"each_and_fused", "each_and_fused-out"}};
+    for (int i = 0; i < 2; i++) {
+        run(dirs[i][0], dirs[i][1], "max_steps: 1\nlearning_rate: 0.0\n");
+        int differing = compare_dirs(dirs[i][0], dirs[i][1], NULL, NULL);
+        if (differing)
+            fail_msg("%s: %d tensors changed", dirs[i][0], differing);
+    }
+}
+
+/* A directory whose layers differ in the form of their experts loads and is written as it was. */
+static void test_layers_may_differ_in_the_form_of_their_experts(void **state)
+{
+    (void)state;
+    static ith_st_entry all[256];
+    ith_error err = {0};
+    int64_t n = 0;
+    copy_with("moe", "mixed", NULL, 0);
+    ith_st_reader *each = open_dir("moe"), *fused = open_dir("moe_fused");
+    for (int64_t i = 0; i < ith_st_count(each); i++)
+        if (!strstr(ith_st_at(each, i)->name, "layers.1.mlp.experts."))
+            all[n++] = *ith_st_at(each, i);
+    for (int64_t i = 0; i < ith_st_count(fused); i++)
+        if (strstr(ith_st_at(fused, i)->name, "layers.1.mlp.experts."))
+            all[n++] = *ith_st_at(fused, i);
+    assert_true(n < ith_st_count(each) && n > ith_st_count(fused));
+    assert_ok(ith_st_write(small_join(base, "mixed"), all, n, NULL, &err), err);
+    ith_st_close(each);
+    ith_st_close(fused);
+    run("mixed", "mixed-out", "max_steps: 1\nlearning_rate: 0.0\n");
+    assert_int_equal(compare_dirs("mixed", "mixed-out", NULL, NULL), 0);
+}
+
 static void test_load_square_experts(void **state)
 {
     (void)state;
@@ -410,6 +488,8 @@ int main(void)
         cmocka_unit_test(test_export_without_a_change_is_bit_equal),
         cmocka_unit_test(test_export_after_a_step_moves_what_is_trained),
         cmocka_unit_test(test_export_layouts_train_alike),
+        cmocka_unit_test(test_experts_of_a_head_may_have_another_form),
+        cmocka_unit_test(test_layers_may_differ_in_the_form_of_their_experts),
         cmocka_unit_test(test_load_square_experts),
         cmocka_unit_test(test_load_names_what_is_missing),
         cmocka_unit_test(test_export_save_dtype),

@@ -229,6 +229,27 @@ static void test_zero_rows_have_finite_gradients(void **state)
     }
 }
 
+/* The norm behind the rule multiplies by its weight, not by 1 + weight, and by SiLU of the gate
+ * (cases S62): [3, 4] has rms sqrt(12.5). */
+static void test_gated_norm_by_hand(void **state)
+{
+    (void)state;
+    const ith_backend *backends[] = {ith_backend_ref(), ith_backend_cpu()};
+    const double r = 1 / sqrt(12.5), silu = 1 / (1 + exp(-1)), low = -2 / (1 + exp(2));
+    for (int i = 0; i < 2; i++) {
+        ith_ctx ctx = ith_ctx_host(backends[i], NULL, &err);
+        float x[] = {3, 4}, z[] = {1, -2}, w[] = {1, 0.5F}, y[2];
+        assert_ok(ith_gated_rmsnorm_forward(
+                      &ctx, ith_tensor_3d(y, ITH_F32, 1, 1, 2), ith_tensor_3d(x, ITH_F32, 1, 1, 2),
+                      ith_tensor_3d(z, ITH_F32, 1, 1, 2), ith_tensor_1d(w, ITH_F32, 2), 0),
+                  err);
+        const double wanted[] = {3 * r * silu, 2 * r * low};
+        for (int k = 0; k < 2; k++)
+            if (!(fabs((double)y[k] - wanted[k]) <= 1e-6))
+                fail_msg("y[%d] is %.9g, expected %.9g", k, (double)y[k], wanted[k]);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -236,6 +257,7 @@ int main(void)
         cmocka_unit_test(test_convolution_at_a_border),
         cmocka_unit_test(test_scalar_rule_by_hand),
         cmocka_unit_test(test_zero_rows_have_finite_gradients),
+        cmocka_unit_test(test_gated_norm_by_hand),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

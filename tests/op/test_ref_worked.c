@@ -390,6 +390,31 @@ static void test_cross_entropy_of_uniform_logits_is_log_words(void **state)
     ith_free(logits);
 }
 
+/* Four rows of three words (cases S54): the mean by hand, with and without a gradient. */
+static void test_cross_entropy_of_four_rows_by_hand(void **state)
+{
+    (void)state;
+    static const float rows[12] = {-.1118F, .0162F, .0956F, -.1134F, .0088F, .1046F,
+                                   -.1737F, .1315F, .0422F, -.0921F, .0728F, .0194F};
+    const ith_backend *backends[] = {ith_backend_ref(), ith_backend_cpu()};
+    for (int i = 0; i < 4; i++) {
+        ith_ctx ctx = ith_ctx_host(backends[i / 2], NULL, &err);
+        bool gradient = i % 2;
+        float logits[12], loss[4], seeds[] = {.25F, .25F, .25F, .25F};
+        int32_t labels[4] = {0};
+        memcpy(logits, rows, sizeof logits);
+        assert_ok(ith_cross_entropy(&ctx, f1(loss, 4), f2(logits, 4, 3), ints(labels, 4),
+                                    gradient ? f1(seeds, 4) : none(), gradient),
+                  err);
+        float mean = (loss[0] + loss[1] + loss[2] + loss[3]) / 4;
+        near_values("mean", &mean, (double[]){1.2258566}, 1, 3e-7);
+        if (!gradient)
+            assert_memory_equal(logits, rows, sizeof rows);
+        else
+            near_values("first row", logits, (double[]){-.17575054, .08438845, .09136208}, 3, 2e-7);
+    }
+}
+
 static void test_cross_entropy_far_logits_do_not_overflow(void **state)
 {
     (void)state;
@@ -506,6 +531,34 @@ static void test_router_probabilities_ties_and_near_ties(void **state)
     assert_ok(ith_router_forward(&ctx, f2(w, 1, 1), ti, f2(probs, 1, 4), f2(close, 1, 4), true),
               err);
     assert_int_equal(idx[0], 3);
+}
+
+/* The load balancing loss takes the probabilities of the router as they are (cases S70): two rows
+ * of logits 2 and 0 give E * sum f p = 2 * 0.8808, and a second softmax would give 2 * 0.6817. */
+static void test_balance_takes_probabilities_as_they_are(void **state)
+{
+    (void)state;
+    const ith_backend *backends[] = {ith_backend_ref(), ith_backend_cpu()};
+    for (int i = 0; i < 2; i++) {
+        ith_ctx ctx = ith_ctx_host(backends[i], NULL, &err);
+        float logits[] = {2, 0, 2, 0}, w[2], probs[4], fraction[2] = {0}, mean[2] = {0};
+        int32_t idx[2], offsets[] = {0, 2, 2};
+        double balance = 0;
+        assert_ok(ith_router_forward(&ctx, f2(w, 2, 1), ith_tensor_2d(idx, ITH_I32, 2, 1),
+                                     f2(probs, 2, 2), f2(logits, 2, 2), false),
+                  err);
+        assert_true(idx[0] == 0 && idx[1] == 0);
+        assert_ok(ith_expert_load(&ctx, f1(fraction, 2), f1(mean, 2), ints(offsets, 3),
+                                  f2(probs, 2, 2), 0.5F),
+                  err);
+        near_values("fraction", fraction, (double[]){1, 0}, 2, 0);
+        near_values("mean", mean, (double[]){.88079708, .11920292}, 2, 1e-7);
+        assert_ok(ith_dot_accumulate(&ctx, ith_tensor_1d(&balance, ITH_F64, 1), f1(fraction, 2),
+                                     f1(mean, 2)),
+                  err);
+        if (!(fabs(2 * balance - 1.76159416) <= 2e-7))
+            fail_msg("balance %.8f, expected 1.76159416", 2 * balance);
+    }
 }
 
 static void test_expert_sort_by_hand(void **state)
@@ -716,10 +769,12 @@ int main(void)
         cmocka_unit_test(test_swiglu_values_and_extremes),
         cmocka_unit_test(test_embedding_gradient_adds_repeated_words),
         cmocka_unit_test(test_cross_entropy_of_uniform_logits_is_log_words),
+        cmocka_unit_test(test_cross_entropy_of_four_rows_by_hand),
         cmocka_unit_test(test_cross_entropy_far_logits_do_not_overflow),
         cmocka_unit_test(test_confident_cross_entropy_by_hand),
         cmocka_unit_test(test_router_probabilities_ties_and_near_ties),
         cmocka_unit_test(test_group_router_by_hand),
+        cmocka_unit_test(test_balance_takes_probabilities_as_they_are),
         cmocka_unit_test(test_expert_sort_by_hand),
         cmocka_unit_test(test_adamw_first_step_is_a_sign),
         cmocka_unit_test(test_adamw_follows_the_published_steps),
