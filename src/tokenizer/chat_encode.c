@@ -302,6 +302,21 @@ typedef struct {
     int enable_thinking;
 } conversation;
 
+/* Reasoning stands in a field of its own, or in the text before </think>. */
+static bool has_reasoning(const json_t *message)
+{
+    const json_t *content = json_object_get(message, "content");
+    const char *text = json_string_value(content);
+    if (json_object_get(message, "reasoning_content") || (text && strstr(text, "</think>")))
+        return true;
+    for (size_t i = 0; i < json_array_size(content); i++) {
+        text = json_string_value(json_object_get(json_array_get(content, i), "text"));
+        if (text && strstr(text, "</think>"))
+            return true;
+    }
+    return false;
+}
+
 static ith_status open_conversation(conversation *c, const ith_chat *chat, const json_t *messages,
                                     const json_t *tools, ith_error *err)
 {
@@ -310,7 +325,7 @@ static ith_status open_conversation(conversation *c, const ith_chat *chat, const
     ITH_TRY(ith_chat_to_hf(chat, messages, tools, &c->messages, &c->tools, err));
     const json_t *last = json_array_get(c->messages, json_array_size(c->messages) - 1);
     if (is_assistant(last))
-        c->enable_thinking = json_object_get(last, "reasoning_content") != NULL;
+        c->enable_thinking = has_reasoning(last);
     return ITH_OK;
 }
 

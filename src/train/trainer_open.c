@@ -559,11 +559,11 @@ static void say_planned(const ith_trainer *t, const ith_trainer_hooks *hooks)
         ith_trainer_say(hooks, "there is room for whole gradients: they are summed once a step");
     int64_t tokens = t->step->config.max_whole_tokens;
     if (tokens)
-        ith_trainer_say(
-            hooks, "%s of up to %lld tokens stay whole on one rank%s",
-            keeps_micro_batches(t) ? "micro-batches" : "documents", (long long)tokens,
-            t->config->cp_whole_documents == ITH_CP_WHOLE_AUTO ? " where that makes a step shorter"
-                                                               : "");
+        ith_trainer_say(hooks, "%s of up to %lld tokens stay whole on one rank%s",
+                        keeps_micro_batches(t) ? "micro-batches" : "documents", (long long)tokens,
+                        t->config->cp_whole_documents == ITH_CP_WHOLE_AUTO
+                            ? " where that makes a step shorter"
+                            : "");
 }
 
 /* One rank reads and tokenizes the files, the others map what it wrote: rank 0, then on machines

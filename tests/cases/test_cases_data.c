@@ -216,8 +216,8 @@ static void test_tools_of_other_rows_add_no_arguments(void **state)
 }
 
 /* A template that, like those of current models, walks through arguments, trims texts and parts
- * reasoning from the answer: rows give it what it needs in every usual form. {} is the reasoning.
- */
+ * reasoning from the answer: rows give it what it needs in every usual form. {} is the reasoning;
+ * its empty form belongs to the prompt, as no thinking is wanted there. */
 static void test_templates_get_calls_and_reasoning_in_any_form(void **state)
 {
     (void)state;
@@ -225,40 +225,43 @@ static void test_templates_get_calls_and_reasoning_in_any_form(void **state)
         {"{\"role\":\"assistant\",\"content\":\"ok\",\"tool_calls\":[{\"function\":{\"name\":"
          "\"get\","
          "\"arguments\":\"{\\\"city\\\": \\\"Seoul\\\"}\"}}]}",
-         "[[{}ok get.city=Seoul;]]"},
+         "{}[[ok get.city=Seoul;]]"},
         {"{\"role\":\"assistant\",\"content\":\"ok\",\"tool_calls\":[{\"function\":{\"name\":"
          "\"get\","
          "\"arguments\":{\"city\":\"Seoul\"}}}]}",
-         "[[{}ok get.city=Seoul;]]"},
+         "{}[[ok get.city=Seoul;]]"},
         {"{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"function\":{\"name\":\"f\","
          "\"arguments\":{}}}]}",
-         "[[{} f;]]"},
+         "{}[[ f;]]"},
         {BOT("r\\n</think>\\n\\na"), "[[{r}a;]]"},
         {BOT("<think>\\nr\\n</think>\\n\\na"), "[[{r}a;]]"},
-        {BOT("\\n\\na \\n"), "[[{}a;]]"}};
-    case_write("calls.yaml",
-               "model: @/model\ntrain_dataset: @/rows.jsonl\noutput_dir: @/out\nnproc: 1\n"
-               "custom_chat_template: |-\n"
-               "  {%- for m in messages %}\n"
-               "  {%- set text = m.content | trim %}\n"
-               "  {{- '(' ~ m.role ~ ')' }}\n"
-               "  {%- if m.role == 'assistant' %}\n"
-               "  {%- set why = '' %}\n"
-               "  {%- if '</think>' in text %}\n"
-               "  {%- set why = text.split('</think>')[0].split('<think>')[-1] | trim %}\n"
-               "  {%- set text = text.split('</think>')[-1] | trim %}\n"
-               "  {%- endif %}\n"
-               "  {{- '{' ~ why ~ '}' }}\n"
-               "  {%- endif %}\n"
-               "  {{- text }}\n"
-               "  {%- for call in m.tool_calls or [] %}\n"
-               "  {{- ' ' ~ call.function.name }}\n"
-               "  {%- for k, v in call.function.arguments.items() %}{{ '.' ~ k ~ '=' ~ v }}\n"
-               "  {%- endfor %}\n"
-               "  {%- endfor %}\n"
-               "  {{- ';' }}\n"
-               "  {%- endfor %}\n"
-               "  {%- if add_generation_prompt %}{{ '(assistant)' }}{% endif %}\n");
+        {BOT("\\n\\na \\n"), "{}[[a;]]"}};
+    case_write(
+        "calls.yaml",
+        "model: @/model\ntrain_dataset: @/rows.jsonl\noutput_dir: @/out\nnproc: 1\n"
+        "custom_chat_template: |-\n"
+        "  {%- for m in messages %}\n"
+        "  {%- set text = m.content | trim %}\n"
+        "  {{- '(' ~ m.role ~ ')' }}\n"
+        "  {%- if m.role == 'assistant' %}\n"
+        "  {%- set why = '' %}\n"
+        "  {%- if '</think>' in text %}\n"
+        "  {%- set why = text.split('</think>')[0].split('<think>')[-1] | trim %}\n"
+        "  {%- set text = text.split('</think>')[-1] | trim %}\n"
+        "  {%- endif %}\n"
+        "  {{- '{' ~ why ~ '}' }}\n"
+        "  {%- endif %}\n"
+        "  {{- text }}\n"
+        "  {%- for call in m.tool_calls or [] %}\n"
+        "  {{- ' ' ~ call.function.name }}\n"
+        "  {%- for k, v in call.function.arguments.items() %}{{ '.' ~ k ~ '=' ~ v }}\n"
+        "  {%- endfor %}\n"
+        "  {%- endfor %}\n"
+        "  {{- ';' }}\n"
+        "  {%- endfor %}\n"
+        "  {%- if add_generation_prompt %}{{ '(assistant)' }}\n"
+        "  {%- if enable_thinking is defined and not enable_thinking %}{{ '{}' }}{% endif %}\n"
+        "  {%- endif %}\n");
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char row[400];
         snprintf(row, sizeof row, "{\"messages\":[" USER("  u \\n") ",%s]}\n", cases[i][0]);

@@ -22,6 +22,11 @@ static int setup(void **state)
             assert_ok(ith_copy_file(from, to, &err), err);
         }
     }
+    small_shape shape = small_dense; /* an embedding of fewer rows than the tokenizer has tokens */
+    shape.vocab = 299;
+    small_make_model(small_join(case_root, "narrow"), &shape, &(small_layout){.dtype = ITH_BF16});
+    case_write("ids.jsonl", "{\"input_ids\":[1,319],\"prompt_lengths\":1}\n{\"input_ids\":[1,320],"
+                            "\"prompt_lengths\":1}\n");
     case_write("pointer/model.safetensors",
                "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n");
     case_write("cut/model.safetensors", "\x10\x20");
@@ -68,6 +73,10 @@ static const request requests[] = {
      "with git lfs pull)"},
     {"train @/c.yaml model=@/cut", 1,
      "@/cut/model.safetensors: 2 bytes are too few for a safetensors file (truncated?)"},
+    {"train @/c.yaml model=@/narrow", 1,
+     "@/narrow: the tokenizer has ids up to 299, vocab_size of config.json is 299"},
+    {"train @/c.yaml train_dataset=@/ids.jsonl", 1,
+     "@/ids.jsonl: token id 320, vocab_size of config.json is 320"},
     {"data @/c.yaml model=@/none", 2, "@/none: no such directory (give a model directory)"},
     {"generate @/none --prompt x", 2, "@/none: no such directory (give a model directory)"},
     {"generate @/c.yaml --prompt x", 2, "@/c.yaml: found a file (give a model directory)"},
@@ -116,6 +125,8 @@ static const request requests[] = {
      "command line: max_steps: found 0 (use 1 or more, -1 or null)"},
     {"train @/c.yaml chunk_loss_size=0", 2,
      "command line: chunk_loss_size: found 0 (use an integer >= 1, or null)"},
+    {"train @/c.yaml chunk_loss_size=-1", 2,
+     "command line: chunk_loss_size: found -1 (use an integer >= 1, or null)"},
     {"train @/c.yaml lerning_rate=1", 2,
      "command line: lerning_rate: unknown key (did you mean learning_rate?)"},
     /* a new model directory */

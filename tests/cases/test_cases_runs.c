@@ -302,6 +302,29 @@ static void test_long_documents_need_no_quadratic_or_whole_logits(void **state)
                  (long long)(on - off), (long long)probabilities);
 }
 
+/* Counts of 128 experts in 48 layers for 131,072 tokens with 8 choices each (cases S71): as one hot
+ * rows over all layers 48 GiB, here what the router of a layer has anyway. */
+static void test_balance_of_many_experts_needs_little(void **state)
+{
+    (void)state;
+    small_shape big = small_moe;
+    ith_buf text = {0};
+    big.vocab = 320;
+    small_make_model(small_join(case_root, "many"), &big, &(small_layout){.dtype = ITH_BF16});
+    big.hidden = 16;
+    big.layers = 48;
+    big.experts = 128;
+    big.topk = 8;
+    big.moe_inter = 8;
+    small_config_text(&big, &text);
+    small_write(case_root, "many/config.json", text.data);
+    ith_buf_deinit(&text);
+    int64_t off = planned("many", 131072, "router_aux_loss_coef: 0.0\n"),
+            on = planned("many", 131072, "router_aux_loss_coef: 0.01\n");
+    if (on - off > (int64_t)1 << 28)
+        fail_msg("the load balancing loss adds %lld bytes", (long long)(on - off));
+}
+
 static int64_t half_written(const char *dir)
 {
     ith_names names;
@@ -353,6 +376,7 @@ int main(void)
         cmocka_unit_test(test_missing_weights_are_named),
         cmocka_unit_test(test_other_shapes_name_the_keys),
         cmocka_unit_test(test_long_documents_need_no_quadratic_or_whole_logits),
+        cmocka_unit_test(test_balance_of_many_experts_needs_little),
         cmocka_unit_test(test_half_written_files_of_a_killed_run_go),
     };
     return cmocka_run_group_tests(tests, setup, case_teardown);

@@ -75,7 +75,7 @@ static const struct family {
     bool dense;     /* attention and an MLP alone: every division into rings, nothing else */
     float aux_coef; /* the balance is that of a micro-batch: it must not be cut by documents */
     ith_model_parts frozen;
-    bool few; /* short documents only: slices of a token, and of none */
+    bool few;     /* short documents only: slices of a token, and of none */
     bool steered; /* the words of a document want one expert: see steer */
 } families[] = {
     {.name = "qwen3_5", .config = DENSE(8, 2)},
@@ -936,8 +936,8 @@ static void test_all_layouts_are_as_one_rank(void **state)
 }
 
 /* Goal: weights and gradients of experts move in the same order whatever the router says (cases
- * S74). Method: in each layer all tokens of every other document, and so of half of the ranks, go to
- * expert 0, those of the others to expert 7, and none to the other six. */
+ * S74). Method: in each layer all tokens of every other document, and so of half of the ranks, go
+ * to expert 0, those of the others to expert 7, and none to the other six. */
 static void test_ranks_that_use_one_expert_each(void **state)
 {
     (void)state;
@@ -958,9 +958,9 @@ static void test_ranks_that_use_one_expert_each(void **state)
     for (int zero = 0; zero <= 3; zero++)
         for (int64_t ep = 0; ep <= (zero == 3 ? 8 : 0); ep = ep ? 2 * ep : 2)
             if (ep == 0 || world->size % ep == 0)
-                run_layout(&lonely, &alone,
-                           (layout){ep, false, 1, 1, zero, keeps[zero], ITH_LINEAR_HEADS, ITH_F32,
-                                    0});
+                run_layout(
+                    &lonely, &alone,
+                    (layout){ep, false, 1, 1, zero, keeps[zero], ITH_LINEAR_HEADS, ITH_F32, 0});
     close_run(&alone);
 }
 
@@ -978,14 +978,14 @@ static void test_whole_documents_beside_cut_ones(void **state)
         for (int64_t cp = 2; cp <= world->size; cp++)
             for (int zero = 0; zero <= 3 && world->size % cp == 0; zero++, n++) {
                 int64_t experts = alone.config.num_experts;
-                layout l = {.cp = cp,
-                            .ulysses = n % 3 ? most_heads(&alone.config, cp) : 1,
-                            .zero = zero,
-                            .keep = n % 3,
-                            .linear_cp = n % 2 ? ITH_LINEAR_STATES : ITH_LINEAR_AUTO,
-                            .ep = zero == 3 && experts > 0 && experts % cp == 0 ? cp : 0,
-                            .whole = ith_min_i64(lengths[n % 4],
-                                                 MAX_TOKENS / cp / (f->diffusion ? 2 : 1))};
+                layout l = {
+                    .cp = cp,
+                    .ulysses = n % 3 ? most_heads(&alone.config, cp) : 1,
+                    .zero = zero,
+                    .keep = n % 3,
+                    .linear_cp = n % 2 ? ITH_LINEAR_STATES : ITH_LINEAR_AUTO,
+                    .ep = zero == 3 && experts > 0 && experts % cp == 0 ? cp : 0,
+                    .whole = ith_min_i64(lengths[n % 4], MAX_TOKENS / cp / (f->diffusion ? 2 : 1))};
                 if (f->aux_coef > 0) { /* a mean over each micro-batch */
                     open_alone_like(&like, f, l);
                     run_layout(f, &like, l);

@@ -685,6 +685,64 @@ static void test_published_templates_render_reported_cases(void **state)
     }
 }
 
+/* Ids of two reported conversations, whole: an answer without reasoning gets the empty block in
+ * one template and none in others; half a block in the answer becomes a whole one. */
+static void test_published_templates_give_the_ids_of_reported_cases(void **state)
+{
+    static const struct {
+        const char *name, *user, *answer;
+        int32_t ids[48];
+    } cases[] = {
+        {"qwen3",
+         "Hi",
+         "Yo",
+         {151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198, 151667, 271, 151668, 271, 64725,
+          151645, 198}},
+        {"qwen3_instruct_2507",
+         "Hi",
+         "Yo",
+         {151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198, 64725, 151645, 198}},
+        {"qwen3_vl",
+         "Hi",
+         "Yo",
+         {151644, 872, 198, 13048, 151645, 198, 151644, 77091, 198, 64725, 151645, 198}},
+        {"qwen3",
+         "What is 2+2?",
+         "2+2 equals 4.\n</think>\n\nThe answer is 4.",
+         {151644, 872,   198, 3838,   374, 220, 17, 10, 17,     30,  151645, 198,
+          151644, 77091, 198, 151667, 198, 17,  10, 17, 16819,  220, 19,     624,
+          151668, 271,   785, 4226,   374, 220, 19, 13, 151645, 198}},
+    };
+    (void)state;
+    ith_tokenizer *real = NULL;
+    assert_ok(ith_tokenizer_open(&real, shared_path("data/qwen3-tokenizer"), &err), err);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char file[200];
+        ith_buf text = {0}, seen = {0};
+        ith_chat *chat = NULL;
+        ith_encoded e = {0};
+        int64_t num = 0;
+        snprintf(file, sizeof file, "data/chat_templates/%s.jinja", cases[i].name);
+        assert_ok(ith_read_file(shared_path(file), 0, &text, &err), err);
+        assert_ok(ith_chat_open(&chat, NULL, text.data, real, &err), err);
+        json_t *m = json_pack("[o, o]", turn("user", NULL, cases[i].user, 0),
+                              turn("assistant", NULL, cases[i].answer, 1));
+        assert_ok(ith_chat_encode_sample(chat, m, NULL, &e, &err), err);
+        while (num < 48 && cases[i].ids[num])
+            num++;
+        for (int64_t k = 0; k < e.ids.count; k++)
+            ith_buf_printf(&seen, "%d ", e.ids.ids[k]);
+        if (e.ids.count != num || memcmp(e.ids.ids, cases[i].ids, (size_t)num * 4) != 0)
+            fail_msg("%s: %s", cases[i].name, seen.data);
+        ith_encoded_deinit(&e);
+        ith_buf_deinit(&text);
+        ith_buf_deinit(&seen);
+        json_decref(m);
+        ith_chat_close(chat);
+    }
+    ith_tokenizer_close(real);
+}
+
 /* Goal: with each published template and the real vocabulary, the last turn of encode_turns is the
  * sample that the prompt/full difference gives. */
 static void test_published_templates_label_the_same_both_ways(void **state)
@@ -743,6 +801,7 @@ int main(void)
         cmocka_unit_test(test_encode_prompt_labels_nothing),
         cmocka_unit_test(test_every_failing_allocation_is_reported),
         cmocka_unit_test(test_published_templates_render_reported_cases),
+        cmocka_unit_test(test_published_templates_give_the_ids_of_reported_cases),
         cmocka_unit_test(test_published_templates_label_the_same_both_ways),
     };
     return cmocka_run_group_tests(tests, open_tokenizer, close_tokenizer);

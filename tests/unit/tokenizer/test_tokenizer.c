@@ -700,6 +700,11 @@ static void test_every_allocation_failing_in_training(void **state)
 
 /* --- a published vocabulary ------------------------------------------------------------------ */
 
+/* Four people joined by U+200D. */
+#define FAMILY                                                                                     \
+    "\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa9\xe2\x80\x8d\xf0\x9f\x91\xa7\xe2\x80\x8d"         \
+    "\xf0\x9f\x91\xa6"
+
 static void test_published_vocabulary(void **state)
 {
     (void)state;
@@ -729,6 +734,23 @@ static void test_published_vocabulary(void **state)
     ASSERT_IDS(t, "https://a.b/c?d=1&e=2", 2428, 1110, 64, 948, 2899, 30, 67, 28, 16, 68070, 28,
                17);
     ASSERT_IDS(t, "\xef\xac\x81", 144300);
+    ASSERT_IDS(t,
+               "a\xe2\x80\xa8"
+               "b",
+               64, 378, 101, 65);
+    ASSERT_IDS(t,
+               "\xef\xbb\xbf"
+               "abc",
+               3225, 13683);
+    ASSERT_IDS(t, "=====\n\n", 46725, 271);
+    ASSERT_IDS(t, "\xc2\xbd \xc2\xb2 \xe2\x85\xb7", 26062, 220, 29456, 220, 70467, 115);
+    ASSERT_IDS(t, "\xd9\xa3\xd9\xa4\xd9\xa5", 149, 96, 149, 97, 149, 98);
+    ASSERT_IDS(t, FAMILY, 145233, 378, 235, 145233, 378, 235, 145665, 378, 235, 145988);
+    ASSERT_IDS(t,
+               "Hello world! Caf\xc3\xa9 d\xc3\xa9j\xc3\xa0 vu \xe2\x80\x94 123 \xf0\x9f\x98\x8a",
+               9707, 1879, 0, 65671, 45839, 32514, 1959, 220, 16, 17, 18, 26525, 232);
+    ASSERT_IDS(t, "\xe4\xbd\xa0\xe5\xa5\xbd\xef\xbc\x8c\xe4\xb8\x96\xe7\x95\x8c\xef\xbc\x81",
+               108386, 3837, 99489, 6313);
     ith_tokenizer_close(t);
 }
 
