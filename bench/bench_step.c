@@ -197,7 +197,7 @@ static ith_micro_batch make_batch(const options *o)
     if (!b.ids || !b.position_ids || !b.labels || !b.weights || !b.cu_seqlens || !b.sample)
         exit(1);
     for (int64_t i = 0; i < n; i++) {
-        b.ids[i] = (int32_t)ith_rng_below(3, 4, (uint64_t)i, o->vocab);
+        b.ids[i] = (int32_t)ith_rng_below(3, 4, (uint64_t)i, o->vocab - 1); /* that is the mask */
         b.position_ids[i] = (int32_t)(i % o->seq);
     }
     for (int64_t i = 0; i < n; i++) {
@@ -275,6 +275,19 @@ static ith_noiser *open_noise(const options *o, const ith_micro_batch *clean, it
     return noiser;
 }
 
+static void make_noise(const options *o, ith_noiser *noiser, const ith_micro_batch *clean,
+                       ith_micro_batch *out)
+{
+    ith_samples *samples = NULL;
+    int64_t *lengths = ith_malloc(o->batch * 8);
+    for (int64_t i = 0; lengths && i < o->batch; i++)
+        lengths[i] = o->seq;
+    check(ith_samples_from_arrays(&samples, o->batch, lengths, clean->ids, NULL, &err));
+    check(ith_noiser_apply(noiser, samples, clean, 0, o->accum, out, &err));
+    ith_samples_close(samples);
+    ith_free(lengths);
+}
+
 static int by_value(const void *a, const void *b)
 {
     double x = *(const double *)a, y = *(const double *)b;
@@ -342,7 +355,7 @@ int main(int argc, char **argv)
     ith_noiser *noiser = diffusion ? open_noise(&o, &clean, &noise) : NULL;
     if (noiser) {
         limits = ith_noiser_limits(noiser);
-        ith_noiser_apply(noiser, NULL, &clean, 0, o.accum, &b);
+        make_noise(&o, noiser, &clean, &b);
     }
     ith_step_config c = {.mesh = mesh,
                          .zero_stage = ith_narrow(o.zero),

@@ -9,6 +9,7 @@
 #include "data/batching.h"
 #include "model/media_open.h"
 #include "model/model.h"
+#include "train/diffusion.h"
 
 #include <inttypes.h>
 #include <limits.h>
@@ -338,7 +339,9 @@ static ith_status open_view(view *v, bool eval, ith_error *err)
     ITH_TRY(ith_chat_open(&v->chat, c->model, c->custom_chat_template, v->tokenizer, err));
     ITH_TRY(open_media(v, err));
     ith_samples_options o = ith_samples_options_from(c, eval, v->tokenizer, v->chat, v->pool);
+    int32_t mask = (int32_t)ith_diffusion_mask(c, &v->hf, v->tokenizer);
     o.media = v->media;
+    o.mask_id = ith_is_diffusion(c, &v->hf) ? &mask : NULL; /* as a run opens them */
     v->eval = eval;
     return ith_samples_open(&v->samples, &o, err);
 }

@@ -21,6 +21,7 @@ struct ith_batcher {
     ith_batcher_options options; /* subset is our copy */
     int64_t *subset;             /* entry by position, NULL: the position itself */
     int32_t *lengths;            /* [count] by position */
+    int32_t *padded;             /* the same, padded; lengths itself where nothing is */
     int64_t count;
     batch_plan plan;
     ith_batch_limits limits;
@@ -83,12 +84,12 @@ static int compare_desc(const void *a, const void *b)
     return (x < y) - (x > y);
 }
 
-/* Sum of the k largest lengths. */
+/* Sum of the k largest padded lengths. */
 static ith_status sum_longest(const ith_batcher *b, int64_t k, int64_t *out, ith_error *err)
 {
     int32_t *sorted = NULL;
     ITH_TRY(ith_alloc((void **)&sorted, b->count * 4, "lengths", err));
-    memcpy(sorted, b->lengths, (size_t)b->count * 4);
+    memcpy(sorted, b->padded, (size_t)b->count * 4);
     qsort(sorted, (size_t)b->count, 4, compare_desc);
     *out = 0;
     for (int64_t i = 0; i < ith_min_i64(k, b->count); i++)
@@ -161,23 +162,29 @@ static int64_t most_docs_of_step(const ith_batcher *b, int64_t total_tokens)
     return ith_min_i64(docs, ith_mul_bytes(passes, b->count));
 }
 
-static int64_t most_whole_docs(const ith_batcher *b)
+static int64_t shortest_padded(const ith_batcher *b)
 {
     int32_t shortest = INT32_MAX;
     for (int64_t i = 0; i < b->count; i++)
-        shortest = b->lengths[i] < shortest ? b->lengths[i] : shortest;
-    return ith_min_i64(b->limits.max_whole_tokens / shortest, b->max_now_docs);
+        shortest = b->padded[i] < shortest ? b->padded[i] : shortest;
+    return shortest;
+}
+
+static int64_t most_whole_docs(const ith_batcher *b)
+{
+    return ith_min_i64(b->limits.max_whole_tokens / shortest_padded(b), b->max_now_docs);
 }
 
 static ith_status find_limits(ith_batcher *b, ith_error *err)
 {
     const ith_batcher_options *o = &b->options;
-    int32_t longest = 0, shortest = INT32_MAX;
-    int64_t total = 0;
+    int32_t longest = 0, shortest = INT32_MAX; /* longest: padded */
+    int64_t total = 0, most_added = 0;
     for (int64_t i = 0; i < b->count; i++) {
-        longest = b->lengths[i] > longest ? b->lengths[i] : longest;
+        longest = b->padded[i] > longest ? b->padded[i] : longest;
         shortest = b->lengths[i] < shortest ? b->lengths[i] : shortest;
         total += b->lengths[i];
+        most_added = ith_max_i64(most_added, b->padded[i] - b->lengths[i]);
     }
     ith_batch_limits bound = ith_batcher_limits_bound(o);
     bound.max_doc_tokens = longest;
@@ -190,10 +197,13 @@ static ith_status find_limits(ith_batcher *b, ith_error *err)
             bound.max_docs = ith_min_i64(bound.max_docs, b->count);
             bound.max_tokens = ith_min_i64(bound.max_tokens, total);
         }
+        if (most_added)
+            bound.max_tokens = ith_min_i64(bound.max_tokens + bound.max_docs * most_added,
+                                           ith_mul_bytes(bound.max_docs, longest));
     }
     bound.max_labels = bound.max_tokens - 1;
     bound.max_whole_tokens = o->whole == ITH_CP_WHOLE_NEVER ? 0 : bound.max_tokens / o->cp_size;
-    if (bound.max_whole_tokens < shortest || o->cp_size == 1)
+    if (bound.max_whole_tokens < shortest_padded(b) || o->cp_size == 1)
         bound.max_whole_tokens = 0;
     b->limits = bound;
     b->max_carry = o->carry_over ? bound.max_docs + 1 : 0;
@@ -220,7 +230,7 @@ static batch_deal_options deal_options(const ith_batcher *b)
                                 .group_docs = l->max_docs,
                                 .rank_tokens = l->max_whole_tokens,
                                 .rank_docs = most_whole_docs(b),
-                                .lengths = b->lengths};
+                                .lengths = b->padded};
 }
 
 /* Room for the deals: a rank's own micro-batch may have more documents than its group's. */
@@ -261,13 +271,20 @@ static ith_status copy_lengths(ith_batcher *b, ith_error *err)
                             entry_of(b, i), length, b->options.cutoff_len);
         b->lengths[i] = ith_narrow(length);
     }
+    b->padded = b->lengths;
+    if (!b->options.padded)
+        return ITH_OK;
+    b->padded = NULL;
+    ITH_TRY(ith_alloc((void **)&b->padded, b->count * 4, "lengths", err));
+    for (int64_t i = 0; i < b->count; i++)
+        b->padded[i] = ith_narrow(b->options.padded(b->options.padded_arg, b->lengths[i]));
     return ITH_OK;
 }
 
 static ith_status alloc_arrays(ith_batcher *b, ith_error *err)
 {
     ith_micro_batch *a = &b->arrays;
-    int64_t tokens = b->limits.max_tokens, docs = b->limits.max_docs;
+    int64_t tokens = b->options.no_rows ? 0 : b->limits.max_tokens, docs = b->limits.max_docs;
     ITH_TRY(ith_alloc((void **)&a->ids, tokens * 4, "batch", err));
     ITH_TRY(ith_alloc((void **)&a->position_ids, tokens * 4, "batch", err));
     ITH_TRY(ith_alloc((void **)&a->labels, tokens * 4, "batch", err));
@@ -359,6 +376,8 @@ void ith_batcher_destroy(ith_batcher *b)
     batch_deal_destroy(&b->deal);
     batch_media_destroy(&b->media);
     ith_free(b->subset);
+    if (b->padded != b->lengths)
+        ith_free(b->padded);
     ith_free(b->lengths);
     ith_free(b->carry);
     ith_free(b->now.docs);
@@ -512,7 +531,7 @@ static void find_own_rows(const ith_batcher *b, const batch_list *list, int64_t 
     for (int64_t i = list->begin[at]; i < list->begin[at + 1]; i++)
         tokens += b->lengths[list->docs[i]];
     ranges[0] = ranges[2] = ranges[3] = 0;
-    ranges[1] = tokens;
+    ranges[1] = o->no_rows ? 0 : tokens;
     if (o->own_rows && !b->arrays.whole)
         o->own_rows(o->own_arg, tokens, ranges);
 }
@@ -677,7 +696,7 @@ static double work_of_micro(const ith_batcher *b, int64_t j)
     const batch_deal_options *o = &b->deal.options;
     double sum = 0;
     for (int64_t i = b->now.begin[j]; i < b->now.begin[j + 1]; i++) {
-        double n = b->lengths[b->now.docs[i]];
+        double n = b->padded[b->now.docs[i]];
         sum += (o->work.linear + o->work.exchange) * n + o->work.quadratic * n * n;
     }
     return sum / (double)o->cp_size + o->work.round;

@@ -52,6 +52,11 @@ typedef struct {
     ith_batch_work work;      /* all 0: by tokens */
     bool keep_together;       /* a mean is taken over each micro-batch: its samples stay in it */
     ith_cp_whole whole;       /* documents of a slice's tokens that stay on one rank */
+    /* Most tokens of a document of so many (noise.h), not less for more: limits, and who computes
+     * what, go by these. NULL: the same. */
+    int64_t (*padded)(const void *arg, int64_t tokens);
+    const void *padded_arg;
+    bool no_rows; /* documents are listed, their ids, positions, labels and weights not set */
     uint64_t seed;
     bool shuffle;
     bool carry_over;
@@ -100,7 +105,7 @@ typedef struct {
     int64_t num_grids;
 } ith_micro_batch;
 
-/* Most that one micro-batch, or one step of a rank, can hold, in any epoch. */
+/* Most that one micro-batch, or one step of a rank, can hold, in any epoch; tokens are padded. */
 typedef struct {
     int64_t max_tokens, max_docs, max_labels; /* of a micro-batch */
     int64_t max_doc_tokens;                   /* of a document */

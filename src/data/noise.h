@@ -3,7 +3,9 @@
  * A sample of L tokens x0, of which some (the answer) may be masked: one mask probability t is
  * drawn for the sample, uniform in [low, high); token i is masked when u_i < t. xt is x0 with
  * mask_id there. The draws depend on (seed, epoch, sample, token) alone: not on ranks, batches or a
- * resume.
+ * resume. Nor do they need the tokens: a rank that shares a batch with others lays it out from the
+ * lengths and trained runs of its samples, and reads the ids of its own rows. (A token that is
+ * mask_id in the data counts as masked: a sample that has one is read whole.)
  *
  * Block diffusion lays a document out as [noisy; clean] (ctx.h has the mask) and leaves out what
  * changes neither the loss nor a gradient: noisy blocks without a loss row, and clean blocks from
@@ -55,41 +57,53 @@ typedef struct {
     bool per_micro_batch;
     bool keep_all; /* leave nothing out (to compare) */
     uint64_t seed;
+    /* As in ith_batcher_options, of the rows of a batch that goes out. */
+    void (*own_rows)(const void *arg, int64_t rows, int64_t ranges[4]);
+    const void *own_arg;
 } ith_noise_options;
+
+/* Most tokens of a sample of len with what follows it; as `padded` of ith_batcher_options. */
+int64_t ith_noise_padded(const void *noise_options, int64_t len);
 
 typedef struct ith_noiser ith_noiser;
 
-/* clean: limits of the batches that come in. */
+/* clean: limits of the batches that come in, in padded tokens. */
 ith_status ith_noiser_create(ith_noiser **out, const ith_noise_options *options,
                              const ith_batch_limits *clean, ith_error *err);
 void ith_noiser_destroy(ith_noiser *n); /* NULL is fine */
 /* Limits of the batches that go out. */
 ith_batch_limits ith_noiser_limits(const ith_noiser *n);
 
-/* The noisy batch of a clean one. samples tells which documents were cut (a cut one gets no end
- * token); NULL: none. num_micro: micro-batches of the step, over all ranks. out lasts until the
- * next call; its num_tokens is 0 when nothing is masked. */
-void ith_noiser_apply(ith_noiser *n, const ith_samples *samples, const ith_micro_batch *clean,
-                      int64_t epoch, int64_t num_micro, ith_micro_batch *out);
+/* The noisy batch of the documents of `clean`, of which sample and whole are read (a sample that
+ * was cut gets no end token). samples were opened with this mask_id, or have no such id. num_micro:
+ * micro-batches of the step, over all ranks. Positions are set for all rows. out lasts until the
+ * next call; its num_tokens is 0 when nothing is masked. Fails when the cache is damaged. */
+ith_status ith_noiser_apply(ith_noiser *n, const ith_samples *samples, const ith_micro_batch *clean,
+                            int64_t epoch, int64_t num_micro, ith_micro_batch *out, ith_error *err);
+/* Its weight_sum alone: no row is set, and ids are read only where a sample has mask_id, or to see
+ * whether it ends with end_id. */
+double ith_noiser_weight(ith_noiser *n, const ith_samples *samples, const ith_micro_batch *clean,
+                         int64_t epoch, int64_t num_micro);
 
-/* Document by document, for inputs that are noisy already: x0, xt [len]; target [len]: the id to
- * predict at that token, -100: none; weights [len]. */
+/* Document by document, for inputs that are noisy already: x0, xt [len]; target [len]: x0 where it
+ * is to be predicted, else -100; weights [len]. */
 void ith_noiser_begin(ith_noiser *n);
 void ith_noiser_add(ith_noiser *n, const int32_t *x0, const int32_t *xt, const int32_t *target,
                     const float *weights, int64_t len, int64_t sample);
 void ith_noiser_end(ith_noiser *n, ith_micro_batch *out);
 
-/* xt and target of one sample from its draws u [len] and t; may: which tokens may be masked;
- * stray [len]: the id that replaces an unmasked token, -1: none (NULL: nowhere). With `other`, the
- * complement. Returns the number of targets. */
+/* What becomes of the tokens of one sample from its draws u [len] and t. stands [len]: the id in
+ * place of a token, -1: its own; hit [len]: it is to be predicted. may: which tokens may be masked;
+ * stray [len]: the id that replaces an unmasked token, -1: none (NULL: nowhere). x0 NULL: none of
+ * its ids is mask_id. u and stray are read where `may` is true. With `other`, the complement.
+ * Returns the number of hits. */
 int64_t ith_noise_tokens(const ith_noise_options *o, const int32_t *x0, const bool *may,
                          const double *u, const int32_t *stray, double t, bool other, int64_t len,
-                         int32_t *xt, int32_t *target);
+                         int32_t *stands, bool *hit);
 
 /* The same for states `from` and `to` of a trajectory with steps [len]. */
-int64_t ith_noise_states(const ith_noise_options *o, const int32_t *x0, const bool *may,
-                         const int32_t *steps, int64_t from, int64_t to, int64_t len, int32_t *xt,
-                         int32_t *target);
+int64_t ith_noise_states(const ith_noise_options *o, const bool *may, const int32_t *steps,
+                         int64_t from, int64_t to, int64_t len, int32_t *stands, bool *hit);
 /* States 0 <= *from < *to <= num_steps, all pairs alike, from u uniform in [0, 1). */
 void ith_noise_draw_states(int64_t num_steps, double u, int64_t *from, int64_t *to);
 

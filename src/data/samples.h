@@ -32,6 +32,7 @@ typedef struct {
     const char *path; /* train_dataset or eval_dataset */
     bool all_turns;
     const ith_media *media; /* NULL: the model reads text only, rows with media are dropped */
+    const int32_t *mask_id; /* samples that have this id are marked; NULL: none is */
     bool split_long;        /* longer samples are split into parts; else their tail is cut off */
     int64_t cutoff_len;
     uint64_t seed;
@@ -63,6 +64,7 @@ typedef struct {
     int64_t num_tokens;
     const ith_sample_run *runs;
     int64_t num_runs;
+    bool has_mask;               /* an id of it is the mask_id they were opened with */
     int64_t num_labels;          /* targets: trained ids but the first of the sample */
     double weight_sum;           /* over the targets */
     int64_t full_tokens;         /* before the cut */

@@ -121,6 +121,9 @@ static ith_status store(unit *u, const ith_samples_options *o, const ith_dataset
             break;
         }
         from.full_tokens = o->split_long ? end - begin : n;
+        from.has_mask = 0;
+        for (int64_t t = begin; o->mask_id && t < end; t++)
+            from.has_mask |= e->ids.ids[t] == *o->mask_id;
         ITH_TRY(samples_append(&u->made, e->ids.ids + begin, e->weights + begin,
                                steps ? steps + begin : NULL, end - begin, &from, &stored, &u->err));
         if (stored && num)

@@ -15,7 +15,7 @@ typedef struct {
     double weight_sum;
     int32_t num_tokens, num_runs, num_labels;
     int32_t cut, part, num_media;
-    int32_t has_steps, reserved; /* 1: as many steps follow the ids */
+    int32_t has_steps, has_mask; /* 1: as many steps follow the ids; an id is mask_id */
     int64_t media_begin;         /* index of the first item */
 } stored_sample;
 static_assert(sizeof(stored_sample) == 80, "the layout of the cache file");

@@ -39,13 +39,16 @@ ith_batch_work ith_trainer_batch_work(const ith_trainer *t)
     const ith_hf_config *c = &t->hf;
     int64_t cp = ith_cp_size(t->mesh);
     bool diffusion = ith_is_diffusion(t->config, c);
-    double rows = diffusion && t->config->diffusion.name != ITH_DIFFUSION_RANDOM_MASK ? 2 : 1;
+    double copies = diffusion && t->config->diffusion.complementary ? 2 : 1,
+           rows = diffusion && t->config->diffusion.name != ITH_DIFFUSION_RANDOM_MASK ? 2 * copies
+                                                                                      : copies;
     double labels =
         (double)ith_samples_num_labels(t->samples) / (double)ith_samples_num_tokens(t->samples);
     double bytes = ith_config_param_dtype(t->config) == ITH_DTYPE_F32 ? 4 : 2;
     double worth = ith_flop_per_byte(t->session.ctx.device);
     return (ith_batch_work){.linear = ith_config_flops(c, rows, 0, labels).total,
-                            .quadratic = ith_config_flops(c, 0, diffusion ? 1 : 0.5, 0).total,
+                            .quadratic =
+                                ith_config_flops(c, 0, diffusion ? copies : 0.5, 0).total,
                             .exchange = cp == 1 ? 0 : rows * exchanged(c, cp) * bytes * worth,
                             .round = t->mesh ? round_bytes(t, bytes) * worth : 0};
 }

@@ -25,12 +25,17 @@ ith_status ith_diffusion_check(const ith_config *config, const ith_hf_config *hf
     return ITH_OK;
 }
 
+int64_t ith_diffusion_mask(const ith_config *config, const ith_hf_config *hf,
+                           const ith_tokenizer *tokenizer)
+{
+    int64_t id = config->diffusion.mask_token_id;
+    return id == ITH_CONFIG_UNSET ? ith_llada2_mask_id(hf, tokenizer) : id;
+}
+
 static ith_status find_mask(const ith_config *config, const ith_hf_config *hf,
                             const ith_tokenizer *tokenizer, int32_t *out, ith_error *err)
 {
-    int64_t id = config->diffusion.mask_token_id;
-    if (id == ITH_CONFIG_UNSET)
-        id = ith_llada2_mask_id(hf, tokenizer);
+    int64_t id = ith_diffusion_mask(config, hf, tokenizer);
     if (id < 0)
         return ith_config_fail(config, "diffusion_config.mask_token_id", err,
                                "neither config.json nor the tokenizer names a mask token (give its "

@@ -10,8 +10,10 @@
 bool ith_is_diffusion(const ith_config *config, const ith_hf_config *hf);
 /* Refuses what does not fit together: diffusion of a causal model, a balancing loss. */
 ith_status ith_diffusion_check(const ith_config *config, const ith_hf_config *hf, ith_error *err);
-/* Options of the noise: mask id from the config, config.json, or the tokenizer. *mask_text: the
- * mask token's text, for people. */
+/* The mask token: from the config, config.json, or the tokenizer. -1: none names one. */
+int64_t ith_diffusion_mask(const ith_config *config, const ith_hf_config *hf,
+                           const ith_tokenizer *tokenizer);
+/* Options of the noise; the mask token is told. */
 ith_status ith_diffusion_options(const ith_config *config, const ith_hf_config *hf,
                                  const ith_tokenizer *tokenizer, ith_noise_options *out,
                                  ith_error *err);

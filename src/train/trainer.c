@@ -126,11 +126,16 @@ static ith_status alone(ith_trainer *t, ith_status status)
     return status;
 }
 
-/* Counts a micro-batch, on one rank of those that share it. */
+/* Whether this rank counts a micro-batch: one of those that share it. */
+static bool is_counted_here(const ith_trainer *t, const ith_micro_batch *b)
+{
+    return b->whole || !t->mesh || t->mesh->cp_rank == 0;
+}
+
 static void count_batch(const run *r, const ith_micro_batch *b, totals *mine)
 {
     const ith_trainer *t = r->t;
-    if (!b->whole && t->mesh && t->mesh->cp_rank > 0)
+    if (!is_counted_here(t, b))
         return;
     mine->weight_sum += b->weight_sum;
     mine->tokens += (double)b->num_tokens;
@@ -158,9 +163,9 @@ static ith_status fill_micro(run *r, const ith_batch_step *bs, int64_t j, ith_mi
 {
     ith_micro_batch clean;
     ITH_TRY(ith_batcher_fill(r->t->batcher, j, r->t->noiser ? &clean : out, err));
-    if (r->t->noiser)
-        ith_noiser_apply(r->t->noiser, r->t->samples, &clean, bs->epoch, r->num_micro, out);
-    return ITH_OK;
+    return !r->t->noiser ? ITH_OK
+                         : ith_noiser_apply(r->t->noiser, r->t->samples, &clean, bs->epoch,
+                                            r->num_micro, out, err);
 }
 
 static ith_status count_micro(run *r, const ith_batch_step *bs, ith_error *err)
@@ -169,7 +174,7 @@ static ith_status count_micro(run *r, const ith_batch_step *bs, ith_error *err)
     for (int64_t j = 0; j < bs->num_micro; j++) {
         ith_micro_batch b;
         ITH_TRY(ith_batcher_fill(r->t->batcher, j, &b, err));
-        r->num_micro += b.num_tokens > 0;
+        r->num_micro += b.num_tokens > 0 && is_counted_here(r->t, &b);
     }
     return ITH_OK;
 }
@@ -179,8 +184,9 @@ static ith_status noisy_weight(run *r, const ith_batch_step *bs, double *out, it
     double sum = 0;
     for (int64_t j = 0; j < bs->num_micro; j++) {
         ith_micro_batch b;
-        ITH_TRY(fill_micro(r, bs, j, &b, err));
-        sum += b.weight_sum;
+        ITH_TRY(ith_batcher_fill(r->t->batcher, j, &b, err));
+        if (is_counted_here(r->t, &b))
+            sum += ith_noiser_weight(r->t->noiser, r->t->samples, &b, bs->epoch, r->num_micro);
     }
     *out = sum;
     return ITH_OK;
@@ -196,11 +202,13 @@ static ith_status weight_of_step(run *r, const ith_batch_step *bs, double *out, 
     ITH_TRY(ith_trainer_agree(t, count_micro(r, bs, err), err));
     if (t->mesh)
         ITH_TRY(alone(
-            t, ith_comm_all_reduce(t->mesh->dp, &r->num_micro, 1, ITH_I64, ITH_REDUCE_SUM, err)));
+            t,
+            ith_comm_all_reduce(t->mesh->world, &r->num_micro, 1, ITH_I64, ITH_REDUCE_SUM, err)));
     ITH_TRY(ith_trainer_agree(t, noisy_weight(r, bs, out, err), err));
     return !t->mesh
                ? ITH_OK
-               : alone(t, ith_comm_all_reduce(t->mesh->dp, out, 1, ITH_F64, ITH_REDUCE_SUM, err));
+               : alone(t,
+                       ith_comm_all_reduce(t->mesh->world, out, 1, ITH_F64, ITH_REDUCE_SUM, err));
 }
 
 static ith_status micro_batches(run *r, const ith_batch_step *bs, totals *mine, ith_error *err)
@@ -278,6 +286,16 @@ static ith_status train_step(run *r, const ith_batch_step *bs, ith_error *err)
     return ith_trainer_agree(t, log_step(r, &stats, lr), err);
 }
 
+/* Noise of evaluation: the same masks in every one. */
+static ith_status fill_eval(const ith_trainer *t, int64_t j, ith_micro_batch *out, ith_error *err)
+{
+    ith_micro_batch clean;
+    ITH_TRY(ith_batcher_fill(t->eval_batcher, j, t->noiser ? &clean : out, err));
+    return !t->noiser ? ITH_OK
+                      : ith_noiser_apply(t->noiser, t->eval_samples, &clean, ITH_EVAL_EPOCH_NOISE,
+                                         1, out, err);
+}
+
 /* Mean loss per weight over the evaluation set. */
 static ith_status evaluate(run *r, ith_error *err)
 {
@@ -289,11 +307,7 @@ static ith_status evaluate(run *r, ith_error *err)
     while (ith_batcher_next(t->eval_batcher, &bs)) {
         for (int64_t j = 0; j < bs.num_micro; j++) {
             ith_micro_batch b;
-            ITH_TRY(ith_trainer_agree(t, ith_batcher_fill(t->eval_batcher, j, &b, err), err));
-            if (t->noiser) { /* the same masks in every evaluation */
-                ith_micro_batch clean = b;
-                ith_noiser_apply(t->noiser, t->eval_samples, &clean, ITH_EVAL_EPOCH_NOISE, 1, &b);
-            }
+            ITH_TRY(ith_trainer_agree(t, fill_eval(t, j, &b, err), err));
             ITH_TRY(alone(t, ith_step_eval(t->step, &b, &sum.loss)));
             count_batch(r, &b, &sum);
         }

@@ -87,6 +87,8 @@ static ith_status open_model_files(ith_trainer *t, bool plan_only, ith_error *er
     ITH_TRY(ith_diffusion_check(t->config, &t->hf, err));
     ITH_TRY(ith_tokenizer_open(&t->tokenizer, dir, err));
     ITH_TRY(ith_chat_open(&t->chat, dir, t->config->custom_chat_template, t->tokenizer, err));
+    if (ith_is_diffusion(t->config, &t->hf))
+        ITH_TRY(ith_diffusion_options(t->config, &t->hf, t->tokenizer, &t->noise, err));
     if (ith_tokenizer_size(t->tokenizer) > t->hf.vocab_size)
         return ith_fail(err, ITH_ERR_FORMAT,
                         "%s: the tokenizer has ids up to %lld, vocab_size of config.json is %lld",
@@ -134,13 +136,18 @@ static void own_rows(const void *arg, int64_t tokens, int64_t ranges[4])
     }
 }
 
-/* A cp group shares micro-batches, and reads and encodes each image once. */
+/* A cp group shares micro-batches, and reads and encodes each image once. Of a diffusion model the
+ * rows are made where the noise is. */
 static void share_ranks(const ith_trainer *t, ith_batcher_options *o)
 {
     o->cp_rank = t->mesh ? t->mesh->cp_rank : 0;
     o->cp_size = ith_cp_size(t->mesh);
-    if (o->cp_size > 1 && !ith_is_diffusion(t->config, &t->hf)) {
-        o->own_rows = own_rows; /* noise comes from whole documents */
+    if (ith_is_diffusion(t->config, &t->hf)) {
+        o->no_rows = true;
+        o->padded = ith_noise_padded;
+        o->padded_arg = &t->noise;
+    } else if (o->cp_size > 1) {
+        o->own_rows = own_rows;
         o->own_arg = t->mesh;
     }
     o->media_rank = t->mesh ? t->mesh->cp_rank : 0;
@@ -162,24 +169,11 @@ static bool keeps_micro_batches(const ith_trainer *t)
                                t->config->diffusion.normalizer == ITH_NORM_MICRO_BATCH);
 }
 
-/* Why every document is cut over its group; NULL: it need not be. */
-static const char *why_all_are_cut(const ith_trainer *t)
-{
-    return t->layout.cp_size == 1 ? "one rank has every document whole"
-           : ith_is_diffusion(t->config, &t->hf) ? "noise makes documents longer"
-                                                 : NULL;
-}
-
-static ith_cp_whole whole_documents(const ith_trainer *t)
-{
-    return why_all_are_cut(t) ? ITH_CP_WHOLE_NEVER : t->config->cp_whole_documents;
-}
-
 static ith_status check_whole(const ith_trainer *t, ith_error *err)
 {
-    const char *why = why_all_are_cut(t);
-    if (why && t->config->cp_whole_documents == ITH_CP_WHOLE_ALWAYS)
-        return ith_config_fail(t->config, "cp_whole_documents", err, "always: %s (use auto)", why);
+    if (t->layout.cp_size == 1 && t->config->cp_whole_documents == ITH_CP_WHOLE_ALWAYS)
+        return ith_config_fail(t->config, "cp_whole_documents", err,
+                               "always: one rank has every document whole (use auto)");
     return ITH_OK;
 }
 
@@ -212,6 +206,7 @@ static ith_status open_samples(ith_trainer *t, const shared_data *shared, bool e
     ith_samples_options o =
         ith_samples_options_from(t->config, eval, t->tokenizer, t->chat, wide ? wide : pool);
     o.media = t->media;
+    o.mask_id = ith_is_diffusion(t->config, &t->hf) ? &t->noise.mask_id : NULL;
     o.cache_dir = shared->cache_dir;
     o.identity = identity[0] ? identity : NULL;
     ith_status status = ith_samples_open(out, &o, err);
@@ -246,7 +241,7 @@ static ith_status open_data(ith_trainer *t, const shared_data *shared, ith_error
     int64_t dp_rank = t->mesh ? t->mesh->dp_rank : 0;
     ith_batcher_options b = ith_batcher_options_from(c, &t->layout, dp_rank);
     b.work = ith_trainer_batch_work(t);
-    b.whole = whole_documents(t);
+    b.whole = t->layout.cp_size > 1 ? c->cp_whole_documents : ITH_CP_WHOLE_NEVER;
     b.keep_together = keeps_micro_batches(t);
     b.subset = t->train_subset;
     b.num_subset = num_train;
@@ -303,8 +298,11 @@ static ith_status open_noise(ith_trainer *t, const ith_trainer_hooks *hooks, ith
                                (long long)recorded, t->hf.model_type);
     if (!ith_is_diffusion(t->config, &t->hf))
         return ITH_OK;
-    ITH_TRY(ith_diffusion_options(t->config, &t->hf, t->tokenizer, &t->noise, err));
     ith_batch_limits limits = clean_limits(t);
+    if (ith_cp_size(t->mesh) > 1) {
+        t->noise.own_rows = own_rows;
+        t->noise.own_arg = t->mesh;
+    }
     ITH_TRY(ith_noiser_create(&t->noiser, &t->noise, &limits, err));
     const ith_noise_options *o = &t->noise;
     ith_trainer_say(hooks, "diffusion: %s, %g to %g of each answer masked by token %d; loss: %s",
@@ -557,7 +555,7 @@ static void say_planned(const ith_trainer *t, const ith_trainer_hooks *hooks)
 {
     if (t->step->config.zero_stage == 2 && t->model->zero_stage == 1)
         ith_trainer_say(hooks, "there is room for whole gradients: they are summed once a step");
-    int64_t tokens = t->step->config.max_whole_tokens;
+    int64_t tokens = ith_batcher_limits(t->batcher).max_whole_tokens;
     if (tokens)
         ith_trainer_say(hooks, "%s of up to %lld tokens stay whole on one rank%s",
                         keeps_micro_batches(t) ? "micro-batches" : "documents", (long long)tokens,

@@ -312,16 +312,42 @@ static const struct {
                {1, 2, ITH_CP_WHOLE_NEVER},  {2, 2, ITH_CP_WHOLE_AUTO},  {1, 2, ITH_CP_WHOLE_ALWAYS},
                {2, 3, ITH_CP_WHOLE_ALWAYS}, {1, 5, ITH_CP_WHOLE_AUTO}};
 
-/* One rank's micro-batches of a step: within the limits; counts samples where they are computed. */
-static void check_rank_step(ith_batcher *b, const ith_batch_step *step, bool first_of_group,
-                            int *seen, int64_t *tokens, int64_t *labels)
+static int64_t as_it_is(const void *arg, int64_t tokens)
+{
+    (void)arg;
+    return tokens;
+}
+
+static int64_t full_block(const void *arg, int64_t tokens)
+{
+    (void)arg;
+    return ith_round_up(tokens + 1, 8);
+}
+
+static int64_t full_cutoff(const void *arg, int64_t tokens)
+{
+    (void)arg;
+    return ith_max_i64(tokens, 64);
+}
+
+/* One rank's micro-batches of a step: within the limits, padded; counts samples where they are
+ * computed. */
+static void check_rank_step(ith_batcher *b, const ith_batcher_options *o,
+                            const ith_batch_step *step, bool first_of_group, int *seen,
+                            int64_t *tokens, int64_t *labels)
 {
     ith_batch_limits limits = ith_batcher_limits(b);
     assert_true(step->num_micro >= 1 && step->num_micro <= limits.max_micro);
     for (int64_t j = 0; j < step->num_micro; j++) {
         ith_micro_batch mb;
         assert_ok(ith_batcher_fill(b, j, &mb, &err), err);
-        assert_true(mb.num_tokens <= (mb.whole ? limits.max_whole_tokens : limits.max_tokens));
+        int64_t padded = 0;
+        for (int64_t d = 0; d < mb.num_docs; d++) {
+            int64_t n = o->padded(NULL, mb.cu_seqlens[d + 1] - mb.cu_seqlens[d]);
+            assert_true(n <= limits.max_doc_tokens);
+            padded += n;
+        }
+        assert_true(padded <= (mb.whole ? limits.max_whole_tokens : limits.max_tokens));
         assert_true(mb.num_docs <= limits.max_docs);
         if (!mb.whole && !first_of_group)
             continue;
@@ -348,13 +374,13 @@ static void check_job(const ith_samples *samples, int64_t count, ith_batcher_opt
         b[r] = make_batcher(samples, o);
     }
     ith_batch_limits bound = ith_batcher_limits_bound(&o), limits = ith_batcher_limits(b[0]);
-    assert_true(limits.max_tokens <= bound.max_tokens);
+    assert_true(o.padded != as_it_is || limits.max_tokens <= bound.max_tokens);
     while (ith_batcher_next(b[0], &step[0])) {
         int64_t tokens = 0, labels = 0;
         for (int64_t r = 0; r < ranks; r++) {
             assert_true(r == 0 || ith_batcher_next(b[r], &step[r]));
             assert_memory_equal(&step[r], &step[0], sizeof *step);
-            check_rank_step(b[r], &step[r], r % o.cp_size == 0, seen, &tokens, &labels);
+            check_rank_step(b[r], &o, &step[r], r % o.cp_size == 0, seen, &tokens, &labels);
         }
         assert_int_equal(tokens, step[0].num_tokens);
         assert_int_equal(labels, step[0].num_labels);
@@ -375,6 +401,7 @@ static void test_epoch_covers_every_sample_once(void **state)
 {
     (void)state;
     int64_t lengths[211];
+    int64_t (*const padded[])(const void *, int64_t) = {as_it_is, full_block, full_cutoff};
     for (int64_t i = 0; i < 211; i++)
         lengths[i] = 2 + (i * i * 31 + i * 7) % 63;
     static const int64_t counts[] = {1, 2, 5, 64, 211};
@@ -390,8 +417,9 @@ static void test_epoch_covers_every_sample_once(void **state)
                 o.work = (ith_batch_work){1, 0.1, 0.5, 0};
                 o.num_epochs = 2;
                 o.pack_window = 50;
-                for (int together = 0; together < 2; together++) {
-                    o.keep_together = together;
+                for (int k = 0; k < 6; k++) {
+                    o.keep_together = k % 2;
+                    o.padded = padded[k / 2];
                     check_job(samples, counts[c], o);
                 }
             }

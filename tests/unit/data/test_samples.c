@@ -203,7 +203,7 @@ static void test_noise_of_a_trajectory_is_a_pair_of_its_states(void **state)
     int seen[4][4] = {{0}}, total = 0;
     for (int64_t epoch = 0; epoch < 600; epoch++) {
         static const int32_t steps[] = {-1, -1, 1, 2, 0, 1};
-        ith_noiser_apply(n, s, &clean, epoch, 1, &b);
+        assert_ok(ith_noiser_apply(n, s, &clean, epoch, 1, &b, &err), err);
         assert_int_equal(b.num_docs, 1);    /* no complement */
         assert_int_equal(b.num_tokens, 12); /* no padding */
         int from = 3, to = 0;
@@ -226,6 +226,40 @@ static void test_noise_of_a_trajectory_is_a_pair_of_its_states(void **state)
                 fail_msg("states %d and %d came %d times of %d", i, j, seen[i][j], total);
     ith_noiser_destroy(n);
     ith_batcher_destroy(batcher);
+    ith_samples_close(s);
+}
+
+/* A token that is the mask in the data counts as masked, and its sample is marked for it: also for a
+ * rank that has none of the rows. */
+static void test_masks_of_the_data_are_known(void **state)
+{
+    (void)state;
+    static const int32_t mask = 5;
+    put("m.jsonl", "{\"input_ids\":[20,21,22,5,24,25],\"prompt_lengths\":2}\n"
+                   "{\"input_ids\":[20,21,22,23,24,25],\"prompt_lengths\":2}\n");
+    ith_samples_options so = options_of(at("m.jsonl"));
+    ith_samples *plain = open_samples(so);
+    so.mask_id = &mask;
+    ith_samples *s = open_samples(so);
+    assert_string_not_equal(ith_samples_key(plain), ith_samples_key(s));
+    assert_true(ith_samples_get(s, 0).has_mask);
+    assert_false(ith_samples_get(s, 1).has_mask);
+    assert_false(ith_samples_get(plain, 0).has_mask);
+    ith_noise_options o = {.blocks = true, .block_size = 2, .mask_id = 5, .same_token = true};
+    ith_batch_limits limits = {.max_tokens = 12, .max_docs = 2, .max_doc_tokens = 6};
+    ith_noiser *n = NULL;
+    ith_micro_batch b;
+    int64_t both[] = {0, 1};
+    ith_micro_batch clean = {.num_docs = 2, .sample = both};
+    assert_ok(ith_noiser_create(&n, &o, &limits, &err), err);
+    assert_ok(ith_noiser_apply(n, s, &clean, 0, 1, &b, &err), err);
+    assert_int_equal(b.num_docs, 1); /* nothing else is drawn */
+    assert_int_equal(b.num_labels, 1);
+    assert_int_equal(b.num_tokens, 4);
+    assert_memory_equal(b.ids, ((int32_t[]){22, 5, 20, 21}), 16);
+    assert_float_equal(ith_noiser_weight(n, s, &clean, 0, 1), 1, 0);
+    ith_noiser_destroy(n);
+    ith_samples_close(plain);
     ith_samples_close(s);
 }
 
@@ -834,6 +868,7 @@ static int teardown(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_masks_of_the_data_are_known),
         cmocka_unit_test(test_answer_is_trained_to_its_end),
         cmocka_unit_test(test_message_weights_reach_the_tokens),
         cmocka_unit_test(test_null_fields_change_nothing),
