@@ -327,7 +327,8 @@ const config_row ith_config_rows[] = {
 {"mp_shard_size", MACHINE, KEY_INT, AT(mp_shard_size), "null", AT_LEAST(1), .nullable = true,
  .help = "Processes that share one copy; null: the rest."},
 {"dist_timeout", MACHINE, KEY_INT, AT(dist_timeout), "18000", AT_LEAST(1),
- .help = "Seconds after which a process that does not answer ends the run."},
+ .help = "Seconds after which a process that does not answer ends the run; reading and tokenizing "
+         "the data may take any time."},
 {"dist_config", MACHINE, KEY_PLUGIN, AT(dist.name), "null", .nullable = true,
  .words = "- fsdp2 fsdpturbo deepspeed",
  NOT_NEEDED = "one process has nothing to shard",

@@ -550,6 +550,16 @@ static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
                         (long long)t->mesh->device_world[0]->sharers, t->session.ctx.device->name);
 }
 
+/* Which kernels run, so that a slow choice does not pass unseen. */
+static void say_kernels(const ith_trainer *t, const ith_trainer_hooks *hooks)
+{
+    if (t->session.cuda)
+        ith_trainer_say(hooks, "kernels: %s", t->session.ctx.device->name);
+    else
+        ith_trainer_say(hooks, "kernels: cpu %s, %d threads", ith_backend_cpu_name(),
+                        ith_pool_threads(t->session.ctx.pool));
+}
+
 /* What the plan decided beside what layers keep. */
 static void say_planned(const ith_trainer *t, const ith_trainer_hooks *hooks)
 {
@@ -583,6 +593,17 @@ static ith_status take_turns(ith_trainer *t, shared_data *shared, ith_error *err
     return ITH_OK;
 }
 
+/* However long that takes: a rank that is gone ends the job, one that is busy does not. */
+static ith_status take_turns_without_limit(ith_trainer *t, shared_data *shared, ith_error *err)
+{
+    ith_comm *ranks = ith_trainer_ranks(t);
+    double timeout_s = ranks->timeout_s;
+    ranks->timeout_s = 0;
+    ith_status status = take_turns(t, shared, err);
+    ranks->timeout_s = timeout_s;
+    return status;
+}
+
 static ith_status open_data_in_turn(ith_trainer *t, ith_error *err)
 {
     shared_data shared = {.cache_dir = t->config->data_cache_dir};
@@ -594,7 +615,7 @@ static ith_status open_data_in_turn(ith_trainer *t, ith_error *err)
     if (!shared.cache_dir)
         shared.cache_dir = dir.data;
     if (status == ITH_OK)
-        status = take_turns(t, &shared, err);
+        status = take_turns_without_limit(t, &shared, err);
     ith_buf_deinit(&dir);
     return status;
 }
@@ -625,6 +646,7 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
     ITH_TRY_OUT(ith_trainer_agree(t, status, err));
     ITH_TRY_OUT(open_links(t, err));
     ITH_TRY_OUT(open_data_in_turn(t, err));
+    say_kernels(t, hooks);
     say_mesh(t, hooks);
     ith_trainer_say(hooks, "chat template: %s", ith_chat_source(t->chat));
     ith_trainer_say(

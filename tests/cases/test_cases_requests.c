@@ -223,6 +223,16 @@ static void test_the_template_in_use_is_told(void **state)
                 0, "chat template: custom_chat_template");
 }
 
+/* The log says which kernels compute (cases S112): a run on slow ones is not a riddle. */
+static void test_the_kernels_in_use_are_told(void **state)
+{
+    (void)state;
+    char expected[200];
+    snprintf(expected, sizeof expected, "kernels: cpu %s, 2 threads", ith_backend_cpu_name());
+    assert_non_null(strstr(expected, "oneDNN "));
+    case_expect("train @/c.yaml output_dir=@/told", 0, expected);
+}
+
 /* Checkpoints that another run left are told: auto would take them. */
 static void test_checkpoints_of_an_earlier_run_are_told(void **state)
 {
@@ -262,6 +272,7 @@ int main(void)
         cmocka_unit_test(test_small_rate_is_shown),
         cmocka_unit_test(test_small_data_still_makes_steps),
         cmocka_unit_test(test_the_template_in_use_is_told),
+        cmocka_unit_test(test_the_kernels_in_use_are_told),
         cmocka_unit_test(test_checkpoints_of_an_earlier_run_are_told),
         cmocka_unit_test(test_prompts_of_different_lengths_in_batches),
     };

@@ -51,6 +51,15 @@ awk -v a="$(step_of one)" -v b="$(step_of packed)" 'BEGIN {
     for (i = 2; i <= 4; i += 2) { d = x[i] - y[i]; if (d < 0) d = -d; if (x[i] == 0 || d > 1e-5 * x[i]) exit 1 } }' ||
     fail "packed: $(step_of packed), separate: $(step_of one)"
 
+# Names, types and shapes are those of the source, model.language_model. and model.visual. included.
+header() {
+    local size
+    size=$(od -An -t u8 -N 8 "$1/model.safetensors" | tr -d ' ')
+    head -c $((size + 8)) "$1/model.safetensors" | tail -c +9 | grep -o '"[^"]*":{"dtype":"[^"]*","shape":[^]]*\]' | sort
+}
+[ "$(header "$dir/m" | grep -c '"model.visual\.\|"model.language_model\.')" -gt 20 ] || fail "few names: $(header "$dir/m" | head -3)"
+[ "$(header "$dir/m")" = "$(header "$dir/packed")" ] || fail "other tensors: $(diff <(header "$dir/m") <(header "$dir/packed") | head -3)"
+
 # ---- resume ----
 train whole max_steps=4 micro_batch_size=2 save_steps=2 data_cache_dir="$dir/cache"
 cp "$dir/whole/model.safetensors" "$dir/bytes"
