@@ -194,7 +194,7 @@ static void bench_attention(bench *b)
     ith_tensor vc = ith_tensor_4d(v.data, b->act, 4, 1, b->t, b->kv_heads, b->dim);
     BENCH(attention_decode, shape(b->t, b->heads, b->dim), 0,
           2 * b->t * b->kv_heads * b->dim * ith_dtype_bytes(b->act), ith_row_range(o, 0, 1),
-          ith_row_range(q, 0, 1), kc, vc, ith_tensor_1d(len, ITH_I32, 1), 0.1f);
+          ith_tensor_none(), ith_row_range(q, 0, 1), kc, vc, ith_tensor_1d(len, ITH_I32, 1), 0.1f);
     ith_tensor qw = make1(b->dim, b->act), dqw = make1(b->dim, ITH_F32),
                dkw = make1(b->dim, ITH_F32);
     ith_tensor cs = make2(b->t, b->dim / 2, b->act), pos = make1(b->t, ITH_I32);
@@ -327,8 +327,8 @@ static void bench_delta(bench *b)
     BENCH(gated_delta_rule_forward, shape(t, HEADS, DIM), flop, 4 * t * width * size, heads[6],
           heads[0], heads[1], heads[2], g, beta, none, seqs, 0.088f);
     BENCH(gated_delta_rule_backward, shape(t, HEADS, DIM), 3 * flop, 7 * t * width * size, heads[3],
-          heads[4], heads[5], dg, dbeta, heads[6], heads[0], heads[1], heads[2], g, beta, seqs,
-          0.088f);
+          heads[4], heads[5], dg, dbeta, none, heads[6], heads[0], heads[1], heads[2], g, beta,
+          none, seqs, 0.088f);
     void *all[] = {u.data, c.data, w.data, dw.data, o.data, g.data, beta.data, dg.data, dbeta.data};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         ith_free(all[i]);

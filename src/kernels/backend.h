@@ -46,8 +46,8 @@ struct ith_backend {
     ITH_OP(attention_backward, ith_t_ dq, ith_t_ dk, ith_t_ dv, ith_t_ do_, ith_t_ q, ith_t_ k,
            ith_t_ v, ith_t_ o, ith_t_ lse, ith_seqs seqs, float scale, bool causal);
     ITH_OP(attention_merge, ith_t_ o, ith_t_ lse, ith_t_ part_o, ith_t_ part_lse);
-    ITH_OP(attention_decode, ith_t_ o, ith_t_ q, ith_t_ k_cache, ith_t_ v_cache, ith_t_ lengths,
-           float scale);
+    ITH_OP(attention_decode, ith_t_ o, ith_t_ lse, ith_t_ q, ith_t_ k_cache, ith_t_ v_cache,
+           ith_t_ lengths, float scale);
     ITH_OP(swiglu_forward, ith_t_ h, ith_t_ gate_up);
     ITH_OP(swiglu_backward, ith_t_ dgate_up, ith_t_ h, ith_t_ dh, ith_t_ gate_up);
     ITH_OP(gather_rows, ith_t_ y, ith_t_ x, ith_t_ idx);

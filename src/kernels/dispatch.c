@@ -243,15 +243,19 @@ ith_status ith_attention_merge(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_t
     RUN(attention_merge, o, lse, part_o, part_lse);
 }
 
-ith_status ith_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
-                                ith_tensor v_cache, ith_tensor lengths, float scale)
+ith_status ith_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                                ith_tensor k_cache, ith_tensor v_cache, ith_tensor lengths,
+                                float scale)
 {
     ITH_ASSERT(is_act(q) && q.ndim == 3 && k_cache.ndim == 4 && v_cache.ndim == 4 &&
                lengths.dtype == ITH_I32);
     ITH_ASSERT(is(o, 3, q.shape[0], q.shape[1], q.shape[2]) &&
                is(lengths, 1, k_cache.shape[0], 0, 0));
     ITH_ASSERT(q.shape[0] % k_cache.shape[0] == 0 && q.shape[1] % k_cache.shape[2] == 0);
-    RUN(attention_decode, o, q, k_cache, v_cache, lengths, scale);
+    ITH_ASSERT(absent(lse) ? o.dtype == q.dtype
+                           : is_stat(o, q) && is_stat(lse, q) && ith_is_contiguous(lse) &&
+                                 is(lse, 2, q.shape[0], q.shape[1], 0));
+    RUN(attention_decode, o, lse, q, k_cache, v_cache, lengths, scale);
 }
 
 ith_status ith_swiglu_forward(ith_ctx *ctx, ith_tensor h, ith_tensor gate_up)

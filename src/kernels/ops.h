@@ -104,15 +104,18 @@ ith_status ith_attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, it
                                   bool causal);
 /* Softmax over the keys of two parts from those of each: with m = max(lse, part_lse),
  * a = e^(lse - m), b = e^(part_lse - m):  o = (a*o + b*part_o) / (a + b),  lse = m + log(a + b).
- * o, part_o: [T,Hq,Dh] f32   lse finite, part_lse finite or -inf: [T,Hq] f32. */
+ * A part of no key has lse = -inf and o = 0; so has the result when both are of none.
+ * o, part_o: [T,Hq,Dh] f32   lse, part_lse: [T,Hq] f32. */
 ith_status ith_attention_merge(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor part_o,
                                ith_tensor part_lse);
 /* One or more new queries per sequence against its cache. q, o: [B*n,Hq,Dh] act (n = queries per
  * sequence, the last n positions)   k_cache, v_cache: [B,C,Hkv,Dh] act   lengths: [B] I32 valid
  * cache rows including the new ones. Causal among the new ones; a query that sees no row (length 0:
- * an idle sequence) gives 0. */
-ith_status ith_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
-                                ith_tensor v_cache, ith_tensor lengths, float scale);
+ * an idle sequence) gives 0. lse: absent; or [B*n,Hq] f32, and o is f32 then: a part of a cache
+ * that several ranks hold, for ith_attention_merge. */
+ith_status ith_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                                ith_tensor k_cache, ith_tensor v_cache, ith_tensor lengths,
+                                float scale);
 
 /* ---- SwiGLU
  * ---------------------------------------------------------------------------------------- */

@@ -602,9 +602,10 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
         ITH_TRY(ith_block_attend(m, ctx, b, l, &in));
     for (int64_t s = 0; s < cache->batch && !prefill; s++)
         ITH_TRY(ith_attention_decode(
-            ctx, ith_row_range(a->o, s * n, (s + 1) * n), ith_row_range(in.q, s * n, (s + 1) * n),
-            cache_for_queries(k, cache, s, n), cache_for_queries(v, cache, s, n),
-            ith_row_range(cache->lengths, s * n, (s + 1) * n), scale_of(c)));
+            ctx, ith_row_range(a->o, s * n, (s + 1) * n), ith_tensor_none(),
+            ith_row_range(in.q, s * n, (s + 1) * n), cache_for_queries(k, cache, s, n),
+            cache_for_queries(v, cache, s, n), ith_row_range(cache->lengths, s * n, (s + 1) * n),
+            scale_of(c)));
     ITH_TRY(after_attention(m, ctx, b, l, a->o));
     m->residual = a->x2;
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);

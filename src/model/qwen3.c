@@ -581,7 +581,7 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
                              c->num_key_value_heads, c->head_dim);
         T v4 = ith_tensor_4d(v.data, v.dtype, 4, cache->batch, cache->capacity,
                              c->num_key_value_heads, c->head_dim);
-        ITH_TRY(ith_attention_decode(ctx, a->o, in.q, k4, v4, cache->lengths, scale_of(c)));
+        ITH_TRY(ith_attention_decode(ctx, a->o, ith_tensor_none(), in.q, k4, v4, cache->lengths, scale_of(c)));
     }
     ITH_TRY(
         push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));

@@ -1014,7 +1014,7 @@ static ith_status attention_decode(ith_model *m, ith_ctx *ctx, const ith_batch *
                              rows));
     if (prefill)
         return mix(m, ctx, b, l, ith_tensor_none(), in);
-    return ith_attention_decode(ctx, a->o, in->q, k, v, cache->lengths, scale_of(c->head_dim));
+    return ith_attention_decode(ctx, a->o, ith_tensor_none(), in->q, k, v, cache->lengths, scale_of(c->head_dim));
 }
 
 static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,

@@ -400,12 +400,19 @@ static ith_status attention_rectangle_backward(op_run *r, const int64_t *a)
     return attention_rectangle(r, a, true);
 }
 
+/* Of a part that has no key now and then. */
+static double fill_lse(const op_run *r, uint64_t stream, const ith_tensor *t, int64_t n)
+{
+    return ith_rng_below(r->seed, stream + 99, (uint64_t)n, 3) ? op_normal(r, stream, t, n)
+                                                               : -HUGE_VAL;
+}
+
 static ith_status attention_merge(op_run *r, const int64_t *a)
 {
     ith_tensor o = heads(r, OP_INOUT, OP_STAT, "o", op_normal, a[0], a[1], a[2], 0);
-    ith_tensor lse = matrix(r, OP_INOUT, OP_STAT, "lse", op_normal, a[0], a[1], 0);
+    ith_tensor lse = matrix(r, OP_INOUT, OP_STAT, "lse", fill_lse, a[0], a[1], 0);
     ith_tensor part = heads(r, OP_IN, OP_STAT, "part_o", op_normal, a[0], a[1], a[2], 0);
-    ith_tensor part_lse = matrix(r, OP_IN, OP_STAT, "part_lse", op_normal, a[0], a[1], 0);
+    ith_tensor part_lse = matrix(r, OP_IN, OP_STAT, "part_lse", fill_lse, a[0], a[1], 0);
     OP_READY(r);
     return ith_attention_merge(r->ctx, o, lse, part, part_lse);
 }
@@ -528,14 +535,17 @@ static ith_status attention_window_backward(op_run *r, const int64_t *a)
     return window_attention(r, a, true);
 }
 
-enum { DEC_B, DEC_NEW, DEC_C, DEC_HQ, DEC_HKV, DEC_DH };
+enum { DEC_B, DEC_NEW, DEC_C, DEC_HQ, DEC_HKV, DEC_DH, DEC_PART };
 
 /* Lengths: full, idle, and random ones that hold the new rows. */
 static ith_status attention_decode(op_run *r, const int64_t *a)
 {
     int64_t rows = a[DEC_B] * a[DEC_NEW];
     int64_t cache[4] = {a[DEC_B], a[DEC_C], a[DEC_HKV], a[DEC_DH]};
-    ith_tensor o = heads(r, OP_OUT, OP_ACT, "o", NULL, rows, a[DEC_HQ], a[DEC_DH], 0);
+    ith_tensor o = heads(r, OP_OUT, a[DEC_PART] ? OP_STAT : OP_ACT, "o", NULL, rows, a[DEC_HQ],
+                         a[DEC_DH], 0);
+    ith_tensor lse = a[DEC_PART] ? matrix(r, OP_OUT, OP_STAT, "lse", NULL, rows, a[DEC_HQ], 0)
+                                 : ith_tensor_none();
     ith_tensor q = heads(r, OP_IN, OP_ACT, "q", op_normal, rows, a[DEC_HQ], a[DEC_DH], 8);
     ith_tensor k = op_make(r, OP_IN, OP_ACT, "k_cache", op_normal, 4, cache, 0);
     ith_tensor v = op_make(r, OP_IN, OP_ACT, "v_cache", op_normal, 4, cache, 0);
@@ -549,7 +559,7 @@ static ith_status attention_decode(op_run *r, const int64_t *a)
         lengths[1] = 0;
     ith_tensor len = op_ints(r, "lengths", lengths, OP_VECTOR, a[DEC_B]);
     OP_READY(r);
-    return ith_attention_decode(r->ctx, o, q, k, v, len, 1 / sqrtf((float)a[DEC_DH]));
+    return ith_attention_decode(r->ctx, o, lse, q, k, v, len, 1 / sqrtf((float)a[DEC_DH]));
 }
 
 /* ---- SwiGLU ---- */
@@ -1081,7 +1091,7 @@ FAMILY(attention_rectangle_backward, false, FLOOR_PARTS, "Q K Hq Hkv Dh")
 FAMILY(attention_window_forward, false, FLOOR_PARTS, "docs block keep Hq Hkv Dh q0 q1 k0 k1")
 FAMILY(attention_window_backward, false, FLOOR_PARTS, "docs block keep Hq Hkv Dh q0 q1 k0 k1")
 FAMILY(attention_merge, false, FLOOR, "T Hq Dh")
-FAMILY(attention_decode, false, FLOOR_ATTENTION, "B new C Hq Hkv Dh")
+FAMILY(attention_decode, false, FLOOR_ATTENTION, "B new C Hq Hkv Dh part")
 FAMILY(swiglu_forward, false, FLOOR, "T I pad")
 FAMILY(swiglu_backward, false, FLOOR, "T I pad h alias")
 FAMILY(gather_rows, true, 0, "M T D pad kind")

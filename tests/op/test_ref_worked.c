@@ -310,6 +310,7 @@ static void test_decode_is_the_end_of_forward(void **state)
     static float q[TOKENS * HEADS * DIM], k[2 * CACHE * KV_HEADS * DIM];
     static float v[2 * CACHE * KV_HEADS * DIM], o[TOKENS * HEADS * DIM], lse[TOKENS * HEADS];
     static float q_new[2 * NEW * HEADS * DIM], o_new[2 * NEW * HEADS * DIM];
+    static float lse_new[2 * NEW * HEADS];
     fill(q, TOKENS * HEADS * DIM, 1);
     fill(k, 2 * CACHE * KV_HEADS * DIM, 2);
     fill(v, 2 * CACHE * KV_HEADS * DIM, 3);
@@ -323,11 +324,26 @@ static void test_decode_is_the_end_of_forward(void **state)
     ith_tensor kc = ith_tensor_4d(k, ITH_F32, 4, 2, CACHE, KV_HEADS, DIM);
     ith_tensor vc = ith_tensor_4d(v, ITH_F32, 4, 2, CACHE, KV_HEADS, DIM);
     assert_ok(ith_attention_decode(&ctx, f3(o_new, 2 * NEW, HEADS, DIM),
-                                   f3(q_new, 2 * NEW, HEADS, DIM), kc, vc, ints(lengths, 2), 0.5F),
+                                   f2(lse_new, 2 * NEW, HEADS), f3(q_new, 2 * NEW, HEADS, DIM), kc, vc, ints(lengths, 2), 0.5F),
               err);
     assert_memory_equal(o_new, o + (TOKENS - NEW) * HEADS * DIM, sizeof o_new / 2);
+    assert_memory_equal(lse_new, lse + (TOKENS - NEW) * HEADS, sizeof lse_new / 2);
     for (int i = NEW * HEADS * DIM; i < 2 * NEW * HEADS * DIM; i++)
         assert_true(o_new[i] == 0);
+    for (int i = NEW * HEADS; i < 2 * NEW * HEADS; i++)
+        assert_true(lse_new[i] == -INFINITY);
+    /* a part of no key changes nothing, nor do two of them become anything */
+    ith_tensor all = f3(o_new, NEW, HEADS, DIM), all_lse = f2(lse_new, NEW, HEADS);
+    ith_tensor nothing = f3(o_new + NEW * HEADS * DIM, NEW, HEADS, DIM),
+               nothing_lse = f2(lse_new + NEW * HEADS, NEW, HEADS);
+    assert_ok(ith_attention_merge(&ctx, all, all_lse, nothing, nothing_lse), err);
+    assert_memory_equal(o_new, o + (TOKENS - NEW) * HEADS * DIM, sizeof o_new / 2);
+    assert_ok(ith_attention_merge(&ctx, nothing, nothing_lse, nothing, nothing_lse), err);
+    for (int i = NEW * HEADS * DIM; i < 2 * NEW * HEADS * DIM; i++)
+        assert_true(o_new[i] == 0);
+    assert_ok(ith_attention_merge(&ctx, nothing, nothing_lse, all, all_lse), err);
+    assert_memory_equal(o_new + NEW * HEADS * DIM, o_new, sizeof o_new / 2);
+    assert_memory_equal(lse_new + NEW * HEADS, lse_new, sizeof lse_new / 2);
 }
 
 /* ---- products, SwiGLU, embedding ---- */

@@ -102,7 +102,7 @@ static void merge_heads(void *arg, int64_t begin, int64_t end, int thread)
     (void)thread;
     for (int64_t i = begin; i < end; i++) {
         float x = m->lse[i], y = m->part_lse[i], max = x > y ? x : y;
-        float a = expf(x - max), b = expf(y - max);
+        float a = x == max ? 1 : expf(x - max), b = y == max ? 1 : expf(y - max);
         float *restrict o = m->o + i * m->dim;
         const float *restrict p = m->part_o + i * m->dim;
         for (int64_t d = 0; d < m->dim; d++)
@@ -122,21 +122,23 @@ static ith_status merge_parts(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_te
     return ITH_OK;
 }
 
-static int64_t decode_bytes(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
-                            ith_tensor v_cache, ith_tensor lengths, float scale)
+static int64_t decode_bytes(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                            ith_tensor k_cache, ith_tensor v_cache, ith_tensor lengths, float scale)
 {
     if (q.dtype == ITH_F64)
-        return ith_backend_ref()->attention_decode.workspace(ctx, o, q, k_cache, v_cache, lengths,
-                                                             scale);
+        return ith_backend_ref()->attention_decode.workspace(ctx, o, lse, q, k_cache, v_cache,
+                                                             lengths, scale);
     return ith_round_up(q.shape[2] * 4, 256) * ith_pool_threads(ctx->pool);
 }
 
-static ith_status decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
-                         ith_tensor v_cache, ith_tensor lengths, float scale)
+static ith_status decode(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                         ith_tensor k_cache, ith_tensor v_cache, ith_tensor lengths, float scale)
 {
     if (q.dtype == ITH_F64)
-        return ith_backend_ref()->attention_decode.run(ctx, o, q, k_cache, v_cache, lengths, scale);
+        return ith_backend_ref()->attention_decode.run(ctx, o, lse, q, k_cache, v_cache, lengths,
+                                                       scale);
     ith_cpu_attention a = {.o = o,
+                           .lse = lse,
                            .q = q,
                            .k = k_cache,
                            .v = v_cache,

@@ -512,10 +512,14 @@ INLINE void decode_head(const ith_cpu_attention *a, int64_t r, int64_t h, float 
     for (int64_t j = 0; j < n; j += DECODE_BLOCK)
         decode_block(q, k + j * k_step, v + j * v_step, k_step, v_step,
                      ith_min_i64(DECODE_BLOCK, n - j), dim, a->scale, sum, &max, &total, bf16);
-    char *o = (char *)a->o.data + (r * a->o.stride[0] + h * a->o.stride[1]) * size;
+    bool part = a->lse.ndim != 0; /* then o is f32 */
+    char *o = (char *)a->o.data +
+              (r * a->o.stride[0] + h * a->o.stride[1]) * (part ? (int64_t)sizeof(float) : size);
     V factor = v_set(total == 0.0f ? 0.0f : 1.0f / total); /* sees nothing: zero */
     for (int64_t d = 0; d < dim; d += VW)
-        v_put(o, d, dim - d, v_get(sum, d, dim - d, false) * factor, bf16);
+        v_put(o, d, dim - d, v_get(sum, d, dim - d, false) * factor, bf16 && !part);
+    if (part)
+        ((float *)a->lse.data)[r * a->q.shape[1] + h] = n > 0 ? max + logf(total) : max;
 }
 
 /* Index = query row * Hq + query head. */

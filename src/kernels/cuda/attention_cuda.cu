@@ -11,8 +11,9 @@
 
 enum { PLANNED_DOCS = 1024, LIBRARY_SLACK_BYTES = 16 << 20 };
 
-ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
-                                     ith_tensor v_cache, ith_tensor lengths, float scale);
+ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                                     ith_tensor k_cache, ith_tensor v_cache, ith_tensor lengths,
+                                     float scale);
 
 typedef enum { WAY_PLAIN, WAY_STREAM, WAY_BATCH, WAY_PACKED } way;
 
@@ -304,7 +305,8 @@ __global__ void merge_parts(float *__restrict__ o, float *__restrict__ lse,
         return;
     int64_t t = at / heads, h = at - t * heads;
     float own = lse[at], other = part_lse[at], max = fmaxf(own, other);
-    float a = expf(own - max), b = expf(other - max), all = a + b;
+    float a = own == max ? 1.0f : expf(own - max), b = other == max ? 1.0f : expf(other - max);
+    float all = a + b;
     __syncwarp();
     if (lane == 0)
         lse[at] = max + logf(all);

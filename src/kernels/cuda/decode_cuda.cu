@@ -19,8 +19,8 @@ struct decode_args {
 
 template <typename T, int N, int ITEMS>
 __global__ void __launch_bounds__(THREADS)
-    decode(decode_args a, T *__restrict__ o, const T *__restrict__ q, const T *__restrict__ k,
-           const T *__restrict__ v, const int32_t *__restrict__ lengths)
+    decode(decode_args a, void *__restrict__ o, float *__restrict__ lse, const T *__restrict__ q,
+           const T *__restrict__ k, const T *__restrict__ v, const int32_t *__restrict__ lengths)
 {
     extern __shared__ float shared[]; /* per group: dim values, then max, sum */
     int groups = THREADS / a.group, g = (int)threadIdx.x / a.group;
@@ -92,8 +92,15 @@ __global__ void __launch_bounds__(THREADS)
         float value = 0;
         for (int i = 0; i < groups && n > 0; i++)
             value += shared[i * (dim + 2) + d] * expf(shared[i * (dim + 2) + dim] - top);
-        o[row * a.o_row + h * a.o_head + d] = from_f32<T>(n > 0 ? value / total : 0.0f);
+        value = n > 0 ? value / total : 0.0f;
+        int64_t at = row * a.o_row + h * a.o_head + d;
+        if (lse) /* a part: f32 */
+            ((float *)o)[at] = value;
+        else
+            ((T *)o)[at] = from_f32<T>(value);
     }
+    if (lse && threadIdx.x == 0)
+        lse[row * a.heads + h] = n > 0 ? top + logf(total) : -INFINITY;
 }
 
 static decode_args args_of(ith_tensor o, ith_tensor q, ith_tensor k, ith_tensor v, float scale)
@@ -117,8 +124,9 @@ static decode_args args_of(ith_tensor o, ith_tensor q, ith_tensor k, ith_tensor 
     return a;
 }
 
-ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_tensor k_cache,
-                                     ith_tensor v_cache, ith_tensor lengths, float scale)
+ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
+                                     ith_tensor k_cache, ith_tensor v_cache, ith_tensor lengths,
+                                     float scale)
 {
     if (ith_numel(q) == 0)
         return ITH_OK;
@@ -134,8 +142,8 @@ ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor q, i
     size_t bytes = (size_t)(THREADS / a.group * (a.dim + 2)) * sizeof(float);
 #define LAUNCH(N)                                                                                  \
     decode<T, N, MAX_DIM / 32 / N><<<grid, THREADS, bytes, ith_cuda_stream(ctx)>>>(                \
-        a, (T *)o.data, (const T *)q.data, (const T *)k_cache.data, (const T *)v_cache.data,       \
-        (const int32_t *)lengths.data)
+        a, o.data, lse.ndim ? (float *)lse.data : NULL, (const T *)q.data,                         \
+        (const T *)k_cache.data, (const T *)v_cache.data, (const int32_t *)lengths.data)
     ITH_BY_WIDTH(q.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, q);

@@ -57,9 +57,9 @@ PICK(attention_backward, q,
 PICK_RUN(attention_merge, o, (ith_ctx * ctx, ith_t_ o, ith_t_ lse, ith_t_ part_o, ith_t_ part_lse),
          (ctx, o, lse, part_o, part_lse))
 PICK(attention_decode, q,
-     (ith_ctx * ctx, ith_t_ o, ith_t_ q, ith_t_ k_cache, ith_t_ v_cache, ith_t_ lengths,
+     (ith_ctx * ctx, ith_t_ o, ith_t_ lse, ith_t_ q, ith_t_ k_cache, ith_t_ v_cache, ith_t_ lengths,
       float scale),
-     (ctx, o, q, k_cache, v_cache, lengths, scale))
+     (ctx, o, lse, q, k_cache, v_cache, lengths, scale))
 PICK_RUN(swiglu_forward, h, (ith_ctx * ctx, ith_t_ h, ith_t_ gate_up), (ctx, h, gate_up))
 PICK_RUN(swiglu_backward, dh, (ith_ctx * ctx, ith_t_ dgate_up, ith_t_ h, ith_t_ dh, ith_t_ gate_up),
          (ctx, dgate_up, h, dh, gate_up))

@@ -180,11 +180,11 @@ static void test_attention_decode_matches_double(void **state)
             ith_ctx fast = ith_ctx_host(ith_backend_cpu(), NULL, &err);
             ith_ctx slow = ith_ctx_host(ith_backend_ref(), NULL, &err);
             assert_ok(ith_attention_decode(
-                          &fast, o, q, ith_tensor_4d(k.data, acts[i], 4, batch, rows, hkv, dim),
+                          &fast, o, ith_tensor_none(), q, ith_tensor_4d(k.data, acts[i], 4, batch, rows, hkv, dim),
                           ith_tensor_4d(v.data, acts[i], 4, batch, rows, hkv, dim), lengths, 0.3f),
                       err);
             assert_ok(ith_attention_decode(
-                          &slow, od, qd, ith_tensor_4d(kd.data, ITH_F64, 4, batch, rows, hkv, dim),
+                          &slow, od, ith_tensor_none(), qd, ith_tensor_4d(kd.data, ITH_F64, 4, batch, rows, hkv, dim),
                           ith_tensor_4d(vd.data, ITH_F64, 4, batch, rows, hkv, dim), lengths, 0.3f),
                       err);
             assert_near(o, od, cpu_bound(acts[i]), "decode");
