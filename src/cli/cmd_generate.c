@@ -28,9 +28,11 @@ typedef struct {
     json_t *expected; /* per prompt: the text that its row has as answer, or null */
 } prompt_list;
 
-/* Where rows go: to stdout, of many ranks by rank 0, round by round in the order of the file. */
+/* Where rows go: to stdout, of many ranks by rank 0, round by round in the order of the file.
+ * Groups of cp_size ranks answer together; the first rank of each has the rows. */
 typedef struct {
     ith_comm *world;
+    int64_t cp_size, groups, group;
     ith_buf rows, record; /* of the running batch */
     ith_writer *file;     /* of --record, on rank 0; or NULL */
     bool records;
@@ -236,32 +238,41 @@ static ith_status end_round(row_output *o, ith_status status, ith_error *err)
     return ith_comm_agree(o->world, status, err);
 }
 
-/* Prompts of this rank in the round that begins with prompt `first`. */
+/* Prompts of this group in the round that begins with prompt `first`. */
 static int64_t share_of_round(const row_output *o, const prompt_list *l, int64_t first,
                               int64_t batch, int64_t *begin)
 {
-    *begin = ith_min_i64(first + o->world->rank * batch, l->count);
+    *begin = ith_min_i64(first + o->group * batch, l->count);
     return ith_min_i64(batch, l->count - *begin);
 }
 
 /* What cannot be agreed, for the others are in the middle of a walk. */
-static ith_status in_walk(row_output *o, bool together, ith_status status)
+static ith_status in_walk(row_output *o, bool exchange, ith_status status)
 {
-    o->world->broken |= together && status != ITH_OK;
+    o->world->broken |= exchange && status != ITH_OK;
     return status;
 }
 
-/* Prompts at a time on each rank. */
+/* Prompts at a time on each group of ranks. */
 static int64_t batch_of(const ith_args *args, const prompt_list *l, const row_output *o)
 {
-    return ith_min_i64(ith_args_int(args, "batch"), ith_div_ceil(l->count, o->world->size));
+    return ith_min_i64(ith_args_int(args, "batch"), ith_div_ceil(l->count, o->groups));
+}
+
+static bool has_rows(const row_output *o)
+{
+    return o->world->rank % o->cp_size == 0;
 }
 
 static void share_decoder(const ith_args *args, const row_output *o, ith_decoder_options *options)
 {
-    options->ranks = o->world;
-    options->cut_weights = o->world->size > 1 && ith_args_flag(args, "cut-weights");
-    options->ep_size = ith_args_int(args, "ep-size");
+    static const ith_ring_wish wishes[] = {ITH_RING_AUTO, ITH_RING_NEVER, ITH_RING_ONLY,
+                                           ITH_RING_MIXED};
+    options->ranks = (ith_ranks_options){.world = o->world,
+                                         .cut_weights = ith_args_flag(args, "cut-weights"),
+                                         .ep_size = ith_args_int(args, "ep-size"),
+                                         .cp_size = o->cp_size,
+                                         .cp_mode = wishes[ith_args_word(args, "cp-mode")]};
 }
 
 static double seconds_since(const struct timespec *t0)
@@ -349,12 +360,12 @@ out:
     return status;
 }
 
-/* Collective where the decoder's ranks walk together. */
+/* Collective where the decoder's ranks exchange. */
 static ith_status answer_batch(ith_decoder *d, collector *c, const ith_answering *a,
                                const prompt_list *l, int64_t first, int64_t n, ith_error *err)
 {
     ith_decoder_media media = {0};
-    bool together = d->ranks.walks_together;
+    bool exchange = d->ranks.exchange;
     ith_generate_options how = {a->sampling, a->stop_ids, a->num_stop_ids, a->max_new,
                                 on_token,    c,           (uint64_t)first, &media};
     for (int64_t i = 0; i < n; i++) {
@@ -363,10 +374,10 @@ static ith_status answer_batch(ith_decoder *d, collector *c, const ith_answering
     }
     ith_token_stream_init(&c->stream, a->tokenizer, true);
     ith_status status = batch_media(a, l, first, n, &media, err);
-    ITH_TRY(together ? ith_comm_agree(c->out->world, status, err) : status);
-    if (n > 0 || together)
+    ITH_TRY(exchange ? ith_comm_agree(c->out->world, status, err) : status);
+    if (n > 0 || d->ranks.walks_together)
         status =
-            in_walk(c->out, together, ith_decoder_generate(d, l->prompts + first, n, &how, err));
+            in_walk(c->out, exchange, ith_decoder_generate(d, l->prompts + first, n, &how, err));
     ith_free((void *)(uintptr_t)media.pixels);
     ith_free((void *)(uintptr_t)media.grids);
     ITH_TRY(status);
@@ -377,7 +388,7 @@ static ith_status answer_batch(ith_decoder *d, collector *c, const ith_answering
         ith_buf_putc(&c->text, '\n');
         return ith_print(&c->text, err);
     }
-    for (int64_t i = 0; i < n; i++)
+    for (int64_t i = 0; i < n && has_rows(c->out); i++)
         ITH_TRY(
             put_answer(c, i, first + i + 1, json_array_get(l->expected, (size_t)(first + i)), err));
     return ITH_OK;
@@ -464,13 +475,12 @@ static ith_status answer_block_batch(ith_block_decoder *d, const ith_answering *
     how->first_stream = (uint64_t)first;
     if (o->drawn)
         ith_block_view_begin(&view, a, how, answers);
-    bool together = d->ranks.walks_together;
-    if (n > 0 || together)
-        ITH_TRY(in_walk(o->out, together,
+    if (n > 0 || d->ranks.walks_together)
+        ITH_TRY(in_walk(o->out, d->ranks.exchange,
                         ith_block_decoder_generate(d, l->prompts + first, n, how, answers, err)));
     ith_status status = o->drawn ? ith_block_view_end(&view, err) : ITH_OK;
     for (int64_t i = 0; i < n; i++) {
-        if (status == ITH_OK)
+        if (status == ITH_OK && has_rows(o->out))
             status = give_block_answer(a, o, &answers[i], first + i + 1,
                                        json_array_get(l->expected, (size_t)(first + i)), how->block,
                                        err);
@@ -505,7 +515,7 @@ static ith_status answer_blocks(const ith_answering *a, const ith_args *args, co
     share_decoder(args, out, &options);
     ITH_TRY_OUT(ith_block_decoder_open(&d, args->positional[0], &options, how.block, err));
     clock_gettime(CLOCK_MONOTONIC, &t0);
-    for (int64_t first = 0; first < l->count; first += batch * out->world->size) {
+    for (int64_t first = 0; first < l->count; first += batch * out->groups) {
         int64_t begin = 0, n = share_of_round(out, l, first, batch, &begin);
         status = answer_block_batch(&d, a, &how, l, begin, n, answers, &o, err);
         ITH_TRY_OUT(out->world->broken ? status : end_round(out, status, err));
@@ -564,7 +574,7 @@ static ith_status answer_all(const ith_answering *a, const ith_args *args, const
     ITH_TRY_OUT(ith_comm_agree(out->world, status, err));
     ITH_TRY_OUT(ith_decoder_open(&d, args->positional[0], &o, err));
     clock_gettime(CLOCK_MONOTONIC, &t0);
-    for (int64_t first = 0; first < l->count; first += batch * out->world->size) {
+    for (int64_t first = 0; first < l->count; first += batch * out->groups) {
         int64_t begin = 0, n = share_of_round(out, l, first, batch, &begin);
         status = answer_batch(&d, &c, a, l, begin, n, err);
         ITH_TRY_OUT(out->world->broken ? status : end_round(out, status, err));
@@ -625,13 +635,18 @@ static ith_status generate(const ith_args *args, ith_comm *world, ith_error *err
 {
     ith_answering a = {0};
     prompt_list l = {0};
-    row_output out = {.world = world};
+    row_output out = {.world = world, .cp_size = ith_args_int(args, "cp-size")};
     ith_status status = ITH_OK;
+    out.groups = ith_max_i64(world->size / out.cp_size, 1);
+    out.group = world->rank / out.cp_size;
     if (ith_args_given(args, "prompt") == (args->num_positional > 1))
         status = ith_fail(err, ITH_ERR_USAGE,
                           "generate: give either a file of prompts or --prompt TEXT");
     if (status == ITH_OK && ith_args_given(args, "ep-size") && !ith_args_flag(args, "cut-weights"))
         status = ith_fail(err, ITH_ERR_USAGE, "generate: --ep-size goes with --cut-weights");
+    if (status == ITH_OK && world->size % out.cp_size != 0)
+        status = ith_fail(err, ITH_ERR_USAGE, "--cp-size: %lld does not divide the %lld ranks",
+                          (long long)out.cp_size, (long long)world->size);
     if (status == ITH_OK && world->rank > 0)
         status = ith_log_set_levels("error", err);
     if (status == ITH_OK)
@@ -688,6 +703,18 @@ static const ith_option options[] = {{.name = "prompt",
                                               "of a layer.",
                                       .min = 1,
                                       .max = 4096},
+                                     {.name = "cp-size",
+                                      .type = ITH_OPTION_INT,
+                                      .default_text = "1",
+                                      .help = "Ranks that share each prompt and its cache, cut "
+                                              "along the sequence.",
+                                      .min = 1,
+                                      .max = 4096},
+                                     {.name = "cp-mode",
+                                      .type = ITH_OPTION_WORD,
+                                      .default_text = "auto",
+                                      .help = "How they share it, as in training.",
+                                      .words = "auto ulysses ring hybrid"},
                                      ITH_BLOCK_OPTIONS,
                                      ITH_ANSWERING_OPTIONS,
                                      {.name = NULL}};
@@ -700,8 +727,8 @@ const ith_command ith_cmd_generate = {
                "per line. Messages may hold images and videos as in training data.\n"
                "Writes one JSON object per prompt: row, answer, tokens, finish_reason.\n"
                "Diffusion models write blocks of tokens; forwards are reported, too.\n"
-               "Under mpirun, srun or torchrun the prompts are dealt out over the ranks; rows come "
-               "in the order of the file.\n",
+               "Under mpirun, srun or torchrun the prompts are dealt out over the ranks, or groups "
+               "of --cp-size; rows come in the order of the file.\n",
     .options = options,
     .min_positional = 1,
     .max_positional = 2,

@@ -1,6 +1,7 @@
 /* block_decoder.c - block by block, with a cache.
- * Invariants: 1. row b*C + p of a cache layer holds position p of sequence b; rows of the running
- * block are overwritten by every forward until its commit. 2. A written token is final, unless
+ * Invariants: 1. row b*C + p of a cache layer holds position p of sequence b (among ranks that
+ * share sequences, the p-th of the positions that this rank holds); rows of the running block are
+ * overwritten by every forward until its commit. 2. A written token is final, unless
  * edits are on. 3. Every step writes at least one token, unless its quota is 0 or no mask is left.
  * 4. Sequences that are done ride along; their results are not used. */
 #include "generate/block_decoder.h"
@@ -18,9 +19,17 @@ static ith_status push_ints(ith_ctx *ctx, int64_t n, T *out)
     return ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "batch", ITH_I32, 1, n, 1, 1, 1, out);
 }
 
+/* Prompt tokens that one walk takes at most, of the whole group. */
+static int64_t most_of_group(const ith_block_decoder *d)
+{
+    return ith_decoder_ranks_most(&d->ranks, d->options.max_append, d->options.capacity);
+}
+
+/* Rows that this rank walks at most. */
 static int64_t max_rows(const ith_block_decoder *d)
 {
-    return ith_max_i64(d->options.max_append, d->options.batch * d->block);
+    return ith_max_i64(ith_decoder_ranks_slice(&d->ranks, most_of_group(d)),
+                       d->options.batch * d->block);
 }
 
 static ith_status place(ith_block_decoder *d)
@@ -29,8 +38,10 @@ static ith_status place(ith_block_decoder *d)
     const ith_decoder_options *o = &d->options;
     const ith_hf_config *c = &d->hf;
     int64_t queries = o->batch * d->block;
+    ITH_TRY(ith_decoder_ranks_place(&d->ranks, ctx));
     ITH_TRY(ith_model_place(d->model, ctx, false));
-    ITH_TRY(ith_model_place_cache(d->model, ctx, o->batch, o->capacity, &d->cache));
+    ITH_TRY(ith_decoder_ranks_place_cache(&d->ranks, d->model, ctx, o->batch, o->capacity, d->block,
+                                          &d->cache));
     ITH_TRY(push_ints(ctx, queries, &d->cache.lengths));
     ITH_TRY(push_ints(ctx, max_rows(d), &d->ids));
     ITH_TRY(push_ints(ctx, max_rows(d), &d->position_ids));
@@ -46,23 +57,30 @@ static ith_status place(ith_block_decoder *d)
                         c->vocab_size, 1, 1, &d->logits);
 }
 
+/* What one walk takes: rows of sequences [first, first + num), or a slice of a prompt. */
+typedef struct {
+    int64_t first, num;
+    int64_t tokens, group_tokens, max_len; /* of this rank, of its group, of a sequence */
+    const int32_t *cu;                     /* host borders of the group's rows */
+} piece;
+
 /* Rows through the model. Of block rows (how: not NULL) then the id and its probability. */
-static ith_status walk(ith_block_decoder *d, int64_t tokens, const int32_t *cu, int64_t max_len,
-                       const ith_block_how *how)
+static ith_status walk(ith_block_decoder *d, const piece *p, const ith_block_how *how)
 {
     ith_ctx *ctx = &d->session.ctx;
     ith_model *m = d->model;
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS);
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS), tokens = p->tokens;
     T hidden;
     ith_batch b = {.num_tokens = tokens,
-                   .group_tokens = tokens,
+                   .group_tokens = p->group_tokens,
                    .ids = ith_row_range(d->ids, 0, tokens),
                    .position_ids = ith_row_range(d->position_ids, 0, tokens),
-                   .seqs = {.cu_seqlens = d->cu_seqlens,
-                            .cu_host = cu,
-                            .num_docs = d->options.batch,
-                            .max_len = max_len,
+                   .seqs = {.cu_seqlens = ith_row_range(d->cu_seqlens, 0, p->num + 1),
+                            .cu_host = p->cu,
+                            .num_docs = p->num,
+                            .max_len = p->max_len,
                             .block = d->block}};
+    ith_decoder_ranks_share(&d->ranks, m, !how);
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "last hidden state", m->dtype, 2, tokens,
                          m->config->hidden_size, 1, 1, &hidden));
     ITH_TRY(
@@ -82,10 +100,17 @@ static ith_status plan_memory(ith_block_decoder *d)
 {
     ith_ctx *ctx = &d->session.ctx;
     const ith_decoder_options *o = &d->options;
-    ITH_TRY(place(d));
     const ith_block_how any = {.mask_id = -1};
-    ITH_TRY(walk(d, o->max_append, NULL, ith_min_i64(o->max_append, o->capacity), NULL));
-    ITH_TRY(walk(d, o->batch * d->block, NULL, o->capacity, &any));
+    int64_t n = most_of_group(d), blocks = o->batch * d->block;
+    const piece prompts = {.num = ith_decoder_ranks_cp(&d->ranks) > 1 ? 1 : o->batch,
+                           .tokens = ith_decoder_ranks_slice(&d->ranks, n),
+                           .group_tokens = n,
+                           .max_len = ith_min_i64(n, o->capacity)};
+    const piece more = {
+        .num = o->batch, .tokens = blocks, .group_tokens = blocks, .max_len = o->capacity};
+    ITH_TRY(place(d));
+    ITH_TRY(walk(d, &prompts, NULL));
+    ITH_TRY(walk(d, &more, &any));
     for (int c = 0; c < ITH_MEM_CLASSES; c++)
         ith_plan_release(ctx->plan, (ith_mem_class)c, 0);
     ITH_TRY(ith_plan_commit(ctx->plan, ctx->err));
@@ -111,9 +136,7 @@ static ith_status open_model(ith_block_decoder *d, const char *model_dir, ith_er
         return ith_fail(err, ITH_ERR_USAGE, "%s: %s is not a diffusion model", model_dir,
                         d->hf.model_type);
     ITH_TRY(ith_decoder_open_session(&d->session, o, err));
-    ith_dtype dtype =
-        o->set_dtype ? o->dtype : (d->hf.has_dtype && d->hf.dtype == ITH_F32 ? ITH_F32 : ITH_BF16);
-    return ith_model_create(&d->model, &d->hf, dtype, o->capacity, err);
+    return ith_model_create(&d->model, &d->hf, ith_decoder_dtype(o, &d->hf), o->capacity, err);
 }
 
 static ith_status open_memory(ith_block_decoder *d, const char *model_dir, ith_error *err)
@@ -123,6 +146,7 @@ static ith_status open_memory(ith_block_decoder *d, const char *model_dir, ith_e
     ITH_TRY(ith_decoder_load(d->model, &d->session.ctx, model_dir, err));
     ITH_TRY(ith_alloc((void **)&d->staging, (3 * max_rows(d) + rows + d->options.batch + 1) * 4,
                       "decoder", err));
+    ITH_TRY(ith_alloc_zero((void **)&d->held, d->options.batch, sizeof *d->held, "decoder", err));
     ITH_TRY(ith_alloc((void **)&d->host_chosen, rows * 4, "decoder", err));
     ITH_TRY(ith_alloc((void **)&d->host_confidence, rows * 4, "decoder", err));
     return upload_all_rows(d, err);
@@ -131,17 +155,16 @@ static ith_status open_memory(ith_block_decoder *d, const char *model_dir, ith_e
 ith_status ith_block_decoder_open(ith_block_decoder *d, const char *model_dir,
                                   const ith_decoder_options *options, int64_t block, ith_error *err)
 {
+    ith_comm *world = options->ranks.world;
     ith_status status = ITH_OK;
     memset(d, 0, sizeof *d);
     d->options = *options;
     d->block = block;
     ITH_ASSERT(block > 0 && options->batch > 0 && options->capacity % block == 0);
     d->options.max_append = ith_max_i64(options->max_append, 1);
-    ITH_TRY_OUT(ith_comm_agree(options->ranks, open_model(d, model_dir, err), err));
-    if (options->ranks && options->cut_weights)
-        ITH_TRY_OUT(ith_decoder_ranks_cut(&d->ranks, d->model, &d->session.ctx, options->ranks,
-                                          ith_max_i64(options->ep_size, 1)));
-    ITH_TRY_OUT(ith_comm_agree(options->ranks, open_memory(d, model_dir, err), err));
+    ITH_TRY_OUT(ith_comm_agree(world, open_model(d, model_dir, err), err));
+    ITH_TRY_OUT(ith_decoder_ranks_open(&d->ranks, d->model, &d->session, &options->ranks));
+    ITH_TRY_OUT(ith_comm_agree(world, open_memory(d, model_dir, err), err));
     ITH_TRY_OUT(ith_model_refresh_weights(d->model, &d->session.ctx));
     return ITH_OK;
 out:
@@ -156,6 +179,7 @@ void ith_block_decoder_close(ith_block_decoder *d)
     ith_session_close(&d->session);
     ith_hf_config_deinit(&d->hf);
     ith_free(d->staging);
+    ith_free(d->held);
     ith_free(d->host_chosen);
     ith_free(d->host_confidence);
     memset(d, 0, sizeof *d);
@@ -194,48 +218,114 @@ static ith_status upload_draws(ith_block_decoder *d, const sequence *seqs, const
     return dev->upload(dev, d->draws.data, draws, rows * 4, err);
 }
 
+/* Of the rank that chooses, on all of its group. */
 static ith_status download_chosen(ith_block_decoder *d, ith_error *err)
 {
     ith_device *dev = d->session.ctx.device;
     int64_t bytes = d->options.batch * d->block * 4;
     ITH_TRY(dev->download(dev, d->host_chosen, d->chosen.data, bytes, err));
     ITH_TRY(dev->download(dev, d->host_confidence, d->confidence.data, bytes, err));
-    return dev->sync(dev, err);
+    ITH_TRY(dev->sync(dev, err));
+    ITH_TRY(ith_decoder_ranks_tell(&d->ranks, d->host_chosen, bytes, err));
+    return ith_decoder_ranks_tell(&d->ranks, d->host_confidence, bytes, err);
 }
 
-/* Rows [from[b], to[b]) of every sequence: whole prompt blocks (how: NULL), or a block each. */
-static ith_status forward(ith_block_decoder *d, const sequence *seqs, const int64_t *from,
-                          const int64_t *to, const ith_block_how *how, ith_error *err)
+/* Host memory of a forward. */
+typedef struct {
+    int32_t *ids, *positions, *rows; /* [max_rows] of this rank */
+    int32_t *lengths;                /* [batch * block] */
+    int32_t *cu;                     /* [batch + 1] */
+} staging;
+
+static staging staging_of(const ith_block_decoder *d)
 {
-    const ith_decoder_options *o = &d->options;
-    ith_device *dev = d->session.ctx.device;
-    int64_t room = max_rows(d), queries = o->batch * d->block, n = 0, max_len = 0;
-    int32_t *ids = d->staging, *pos = ids + room, *rows = pos + room, *len = rows + room,
-            *cu = len + queries;
-    cu[0] = 0;
-    for (int64_t b = 0; b < o->batch; b++) {
-        for (int64_t p = from[b]; p < to[b]; p++, n++) {
-            ITH_ASSERT(n < room && p < o->capacity);
-            ids[n] = seqs[b].answer ? seqs[b].answer->row.ids[p] : 0;
-            pos[n] = (int32_t)p;
-            rows[n] = (int32_t)(b * o->capacity + p);
-            if (how)
-                len[n] = (int32_t)to[b];
+    int64_t room = max_rows(d);
+    int32_t *rows = d->staging + 2 * room;
+    return (staging){.ids = d->staging,
+                     .positions = d->staging + room,
+                     .rows = rows,
+                     .lengths = rows + room,
+                     .cu = rows + room + d->options.batch * d->block};
+}
+
+/* This rank's part of rows [from, end) of sequence b, of which `before` are staged: all, or a
+ * slice. They go behind those that it holds. Returns how many. */
+static int64_t take_rows(const ith_block_decoder *d, const staging *s, const sequence *seq,
+                         int64_t b, int64_t from, int64_t end, int64_t before, bool slices)
+{
+    ith_stretch own[2] = {{0, end - from}, {0, 0}};
+    int64_t n = 0;
+    if (slices)
+        ith_cp_stretches(d->ranks.exchange ? &d->ranks.mesh : NULL, end - from, own);
+    for (int k = 0; k < 2; k++)
+        for (int64_t t = own[k].first; t < own[k].first + own[k].count; t++, n++) {
+            int64_t p = from + t, at = before + n;
+            ITH_ASSERT(at < max_rows(d) && p < d->options.capacity);
+            s->ids[at] = seq->answer ? seq->answer->row.ids[p] : 0;
+            s->positions[at] = (int32_t)p;
+            s->rows[at] = (int32_t)(b * d->cache.capacity + d->held[b] + n);
         }
-        max_len = ith_max_i64(max_len, to[b] - from[b]);
-        cu[b + 1] = (int32_t)n;
+    return n;
+}
+
+static bool keeps(const ith_block_decoder *d, int64_t begin)
+{
+    return ith_decoder_ranks_keeps(&d->ranks, begin, d->block);
+}
+
+/* Rows [from[b], to[b]) of sequences [first, first + num): whole prompt blocks (how: NULL), or a
+ * block each. */
+static ith_status forward(ith_block_decoder *d, const sequence *seqs, int64_t first, int64_t num,
+                          const int64_t *from, const int64_t *to, const ith_block_how *how,
+                          ith_error *err)
+{
+    ith_device *dev = d->session.ctx.device;
+    const staging s = staging_of(d);
+    piece p = {.first = first, .num = num, .cu = s.cu};
+    s.cu[0] = 0;
+    for (int64_t b = first; b < first + num; b++) {
+        int64_t n = to[b] - from[b];
+        int64_t here = take_rows(d, &s, &seqs[b], b, from[b], to[b], p.tokens, !how);
+        for (int64_t i = 0; how && i < n; i++)
+            s.lengths[p.tokens + i] = (int32_t)(d->held[b] + (keeps(d, from[b]) ? n : 0));
+        d->held[b] += how ? 0 : here;
+        p.tokens += here;
+        p.group_tokens += n;
+        p.max_len = ith_max_i64(p.max_len, n);
+        s.cu[b - first + 1] = (int32_t)p.group_tokens;
     }
-    ITH_TRY(dev->upload(dev, d->ids.data, ids, n * 4, err));
-    ITH_TRY(dev->upload(dev, d->position_ids.data, pos, n * 4, err));
-    ITH_TRY(dev->upload(dev, d->rows.data, rows, n * 4, err));
-    ITH_TRY(dev->upload(dev, d->cu_seqlens.data, cu, (o->batch + 1) * 4, err));
+    ITH_TRY(dev->upload(dev, d->ids.data, s.ids, p.tokens * 4, err));
+    ITH_TRY(dev->upload(dev, d->position_ids.data, s.positions, p.tokens * 4, err));
+    ITH_TRY(dev->upload(dev, d->rows.data, s.rows, p.tokens * 4, err));
+    ITH_TRY(dev->upload(dev, d->cu_seqlens.data, s.cu, (num + 1) * 4, err));
     if (how)
-        ITH_TRY(dev->upload(dev, d->cache.lengths.data, len, n * 4, err));
+        ITH_TRY(dev->upload(dev, d->cache.lengths.data, s.lengths, p.tokens * 4, err));
     if (how && how->temperature > 0)
         ITH_TRY(upload_draws(d, seqs, how, err));
-    ITH_TRY(walk(d, n, cu, max_len, how));
+    ITH_TRY(walk(d, &p, how));
     d->forwards++;
     return how ? download_chosen(d, err) : dev->sync(dev, err);
+}
+
+/* Whole prompt blocks: all at once; those that are cut one by one. A rank without any walks along
+ * with a token, which the first block overwrites. */
+static ith_status prefill(ith_block_decoder *d, const sequence *seqs, const int64_t *from,
+                          int64_t *to, ith_error *err)
+{
+    int64_t batch = d->options.batch, num = ith_decoder_ranks_cp(&d->ranks) > 1 ? 1 : batch;
+    for (int64_t first = 0; first < batch; first += num) {
+        bool own = false;
+        for (int64_t b = first; b < first + num; b++)
+            own |= to[b] > 0;
+        bool any = own;
+        ITH_TRY(ith_decoder_ranks_any(&d->ranks, &any, err));
+        if (!any)
+            continue;
+        to[first] = own ? to[first] : 1;
+        ITH_TRY(forward(d, seqs, first, num, from, to, NULL, err));
+        d->held[first] = own ? d->held[first] : 0;
+    }
+    return ITH_OK;
 }
 
 /* ---- choosing ---- */
@@ -363,22 +453,23 @@ static void finish(sequence *s, const ith_block_how *how)
     s->done = true;
 }
 
-static void next_block(const ith_block_decoder *d, sequence *s)
+static void next_block(ith_block_decoder *d, sequence *s, int64_t i)
 {
+    d->held[i] += keeps(d, s->begin) ? d->block : 0;
     s->begin += d->block;
     s->step = s->post = 0;
     s->committing = false;
 }
 
 /* After a forward: writes, and moves on to the commit, the next block, or the end. */
-static void advance(const ith_block_decoder *d, sequence *s, int64_t i, const ith_block_how *how,
+static void advance(ith_block_decoder *d, sequence *s, int64_t i, const ith_block_how *how,
                     candidate *scratch)
 {
     ith_block_answer *a = s->answer;
     bool complete = false;
     if (s->committing) {
         a->commits++;
-        next_block(d, s);
+        next_block(d, s, i);
         return;
     }
     step_result r = accept(d, s, i, how, scratch);
@@ -398,7 +489,7 @@ static void advance(const ith_block_decoder *d, sequence *s, int64_t i, const it
     else if (r.written)
         s->committing = true;
     else /* the cache holds these very tokens */
-        next_block(d, s);
+        next_block(d, s, i);
 }
 
 void ith_block_answer_deinit(ith_block_answer *answer)
@@ -429,18 +520,12 @@ static ith_status run(ith_block_decoder *d, sequence *seqs, int64_t num, const i
                       int64_t *from, int64_t *to, candidate *scratch, ith_error *err)
 {
     int64_t batch = d->options.batch;
-    bool prefills = false;
     for (int64_t b = 0; b < batch; b++) {
-        from[b] = 0;
+        from[b] = d->held[b] = 0;
         to[b] = b < num ? seqs[b].answer->prompt / d->block * d->block : 0;
         seqs[b].begin = to[b];
-        prefills |= to[b] > 0;
     }
-    bool own = prefills;
-    ITH_TRY(ith_decoder_ranks_any(&d->ranks, &prefills, err));
-    to[0] = prefills && !own ? 1 : to[0]; /* the block overwrites it */
-    if (prefills)
-        ITH_TRY(forward(d, seqs, from, to, NULL, err));
+    ITH_TRY(prefill(d, seqs, from, to, err));
     for (;;) {
         bool open = false;
         for (int64_t b = 0; b < batch; b++) {
@@ -451,7 +536,7 @@ static ith_status run(ith_block_decoder *d, sequence *seqs, int64_t num, const i
         ITH_TRY(ith_decoder_ranks_any(&d->ranks, &open, err));
         if (!open)
             return ITH_OK;
-        ITH_TRY(forward(d, seqs, from, to, how, err));
+        ITH_TRY(forward(d, seqs, 0, batch, from, to, how, err));
         for (int64_t b = 0; b < num; b++)
             if (!seqs[b].done)
                 advance(d, &seqs[b], b, how, scratch);

@@ -64,6 +64,7 @@ typedef struct {
     ith_kv_cache cache;
     ith_tensor ids, position_ids, cu_seqlens, rows, all_rows, logits;
     ith_tensor chosen, confidence, draws; /* [batch*block], of ith_choose_ids */
+    int64_t *held; /* [batch] rows of the cache behind which the running block goes */
     int32_t *staging, *host_chosen;
     float *host_confidence;
     int64_t forwards; /* of all calls, prefills included */

@@ -19,9 +19,7 @@ typedef struct {
     int64_t capacity;        /* tokens of a sequence, prompt and answer */
     int64_t max_append;      /* tokens of one append, all sequences together */
     ith_vision_limits media; /* of one append; max_patches 0: text only */
-    ith_comm *ranks;         /* that decode at the same time, borrowed; NULL: one */
-    bool cut_weights;        /* among them; then they open and generate together */
-    int64_t ep_size;         /* of cut experts; 0: 1 */
+    ith_ranks_options ranks; /* all zero: one */
 } ith_decoder_options;
 
 /* Images and videos of an append, sequence after sequence, in the order of their tokens. */
@@ -41,24 +39,26 @@ typedef struct {
     ith_tensor ids, position_ids, cu_seqlens, rows, last_rows, logits;
     ith_vision_buffers vision;
     int64_t *lengths;   /* [batch] tokens in the cache */
+    int64_t *held;      /* [batch] those of them that this rank holds: all, of a cut cache a part */
     int64_t *positions; /* [batch] of the next token: behind images they differ from lengths */
     float *host_logits; /* [batch, vocab_size] after an append: the next token of each sequence */
-    int32_t *staging;   /* host: ids, positions, rows, borders, frames */
+    int32_t *staging;   /* host: what an append uploads, see decoder.c */
     void *raw_logits;
 } ith_decoder;
 
-/* *d must not move while it is open. With options->ranks: collective, and failures are agreed. */
+/* *d must not move while it is open. With options->ranks: collective, and failures are agreed;
+ * where they exchange (ranks.exchange) appends and answers are collective, too. */
 ith_status ith_decoder_open(ith_decoder *d, const char *model_dir,
                             const ith_decoder_options *options, ith_error *err);
 void ith_decoder_close(ith_decoder *d);
 /* Forgets all sequences. */
 void ith_decoder_reset(ith_decoder *d);
 /* Drops the tokens of sequence b from position `length` on; returns how many are left: `length`, or
- * 0 when the model keeps a state that cannot go back. */
+ * 0 when the model keeps a state that cannot go back, or ranks share the cache. */
 int64_t ith_decoder_truncate(ith_decoder *d, int64_t b, int64_t length);
 /* Appends counts[b] tokens to sequence b, for all b in [0, batch); computes host_logits. Either all
  * sequences are empty (prefill, any counts, 0 allowed for sequences that are not used), or all
- * counts are equal. */
+ * counts are equal; 1, where ranks share the cache. */
 ith_status ith_decoder_append(ith_decoder *d, const int32_t *const *ids, const int64_t *counts);
 /* The same with images and videos; their tokens are among the ids, whole. media may be NULL. */
 ith_status ith_decoder_append_media(ith_decoder *d, const int32_t *const *ids,
@@ -68,12 +68,14 @@ ith_status ith_decoder_append_media(ith_decoder *d, const int32_t *const *ids,
  */
 ith_status ith_decoder_open_session(ith_session *session, const ith_decoder_options *options,
                                     ith_error *err);
+/* The type of weights and cache: the wish, or that of the files. */
+ith_dtype ith_decoder_dtype(const ith_decoder_options *options, const ith_hf_config *hf);
 ith_status ith_decoder_load(ith_model *model, ith_ctx *ctx, const char *dir, ith_error *err);
 
 /* Answers to a batch of prompts (num <= options.batch, 0 on a rank that only walks along; each with
  * room for one token more). Calls token(arg, i, id) for every new token, stop tokens included; an
  * answer ends with a stop id, after max_new tokens, at the capacity, or when token returns false.
- */
+ * Of ranks that share sequences only the one that chooses calls it. */
 typedef struct {
     ith_sampling sampling;
     const int32_t *stop_ids;

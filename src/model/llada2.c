@@ -583,13 +583,31 @@ static T cache_for_queries(T cache, const ith_kv_cache *kv, int64_t b, int64_t n
     return t;
 }
 
+/* o of the blocks against their sequences' caches. */
+static ith_status attention_decode(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
+                                   T k, T v, const ith_attention_in *in)
+{
+    T o = m->acts[l].o;
+    int64_t n = o.shape[0] / cache->batch;
+    ith_cache_parts part;
+    ITH_TRY(ith_cache_parts_open(cache->mesh, ctx, o, &part));
+    for (int64_t s = 0; s < cache->batch; s++) {
+        int64_t r0 = s * n, r1 = r0 + n;
+        T lse = part.lse.ndim ? ith_row_range(part.lse, r0, r1) : part.lse;
+        ITH_TRY(ith_attention_decode(
+            ctx, ith_row_range(part.o, r0, r1), lse, ith_row_range(in->q, r0, r1),
+            cache_for_queries(k, cache, s, n), cache_for_queries(v, cache, s, n),
+            ith_row_range(cache->lengths, r0, r1), scale_of(m->config)));
+    }
+    return ith_cache_parts_close(cache->mesh, ctx, o, &part);
+}
+
 static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                ith_kv_cache *cache, T rows, bool prefill)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    int64_t t = b->num_tokens, q = q_width(c), kv = kv_width(c), n = t / cache->batch,
-            mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    int64_t q = q_width(c), kv = kv_width(c), mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ith_attention_in in = {0};
     T k = cache_layer(cache->k, l), v = cache_layer(cache->v, l);
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
@@ -597,16 +615,11 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_scatter_rows(ctx, heads_2d(k), heads_2d(in.k), rows));
     ITH_TRY(ith_scatter_rows(ctx, heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
-    ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, t));
-    if (prefill)
-        ITH_TRY(ith_block_attend(m, ctx, b, l, &in));
-    for (int64_t s = 0; s < cache->batch && !prefill; s++)
-        ITH_TRY(ith_attention_decode(
-            ctx, ith_row_range(a->o, s * n, (s + 1) * n), ith_tensor_none(),
-            ith_row_range(in.q, s * n, (s + 1) * n), cache_for_queries(k, cache, s, n),
-            cache_for_queries(v, cache, s, n), ith_row_range(cache->lengths, s * n, (s + 1) * n),
-            scale_of(c)));
-    ITH_TRY(after_attention(m, ctx, b, l, a->o));
+    ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
+    ITH_TRY(prefill ? ith_block_attend(m, ctx, b, l, &in)
+                    : attention_decode(m, ctx, l, cache, k, v, &in));
+    ITH_TRY(ith_block_output_to_tokens(m, ctx, b, l, &in));
+    ITH_TRY(after_attention(m, ctx, b, l, in.o));
     m->residual = a->x2;
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     forget_unsaved(m, l, false);

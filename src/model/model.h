@@ -15,6 +15,7 @@
 #include "checkpoint/hf_config.h"
 #include "checkpoint/safetensors.h"
 #include "kernels/ops.h"
+#include "parallel/cut_cache.h"
 #include "parallel/delta_scan.h"
 #include "parallel/shard.h"
 #include "parallel/ring.h"
@@ -118,14 +119,18 @@ typedef struct {
 } ith_batch;
 
 /* What generation keeps of past tokens: keys and values of the A attention layers; of the G linear
- * layers (Gated DeltaNet) the last inputs of the convolution and the state. */
+ * layers (Gated DeltaNet) the last inputs of the convolution and the state. Among the ranks of a cp
+ * group keys and values are cut (parallel/cut_cache.h): a prefill is of one sequence, in slices of
+ * the model's mesh; in any other call each rank has all new tokens. */
 typedef struct {
-    int64_t batch, capacity;
-    ith_tensor k, v;    /* [A, B*C, Hkv, Dh] act */
-    ith_tensor conv;    /* [G*B, K-1, conv width] act; absent when G = 0 */
-    ith_tensor state;   /* [G*B, Hv, Dk, Dv] f32; absent when G = 0 */
-    ith_tensor lengths; /* I32 rows in use, the tokens of the running call included: [B]; of a
-                           family that decodes whole blocks [B*n], one for each of n queries */
+    const ith_mesh *mesh;    /* of the group; NULL: one rank */
+    int64_t first;           /* the sequence of a cut prefill */
+    int64_t batch, capacity; /* capacity: rows of a sequence on this rank */
+    ith_tensor k, v;         /* [A, B*C, Hkv, Dh] act */
+    ith_tensor conv;         /* [G*B, K-1, conv width] act; absent when G = 0 */
+    ith_tensor state;        /* [G*B, Hv, Dk, Dv] f32; absent when G = 0 */
+    ith_tensor lengths;      /* I32 rows in use, the tokens of the running call included: [B]; of a
+                                family that decodes whole blocks [B*n], one for each of n queries */
 } ith_kv_cache;
 
 typedef struct ith_model ith_model;
@@ -148,7 +153,8 @@ typedef struct {
     ith_status (*backward)(ith_model *model, ith_ctx *ctx, const ith_batch *batch,
                            ith_tensor dhidden);
     /* hidden [n,D] of n new tokens (B sequences, n/B each, seqs over them); appends to the cache.
-     * rows: [n] I32 cache rows b*C + position. prefill: the cache held nothing before. */
+     * rows: [n] I32 cache rows b*C + position (of a cut cache: its next row). prefill: the cache
+     * held nothing before. */
     ith_status (*decode)(ith_model *model, ith_ctx *ctx, const ith_batch *batch,
                          ith_kv_cache *cache, ith_tensor rows, bool prefill, ith_tensor hidden);
 } ith_model_family;

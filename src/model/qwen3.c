@@ -552,7 +552,23 @@ static T cache_layer(T cache, int64_t l)
     return ith_tensor_3d(t.data, t.dtype, t.shape[1], t.shape[2], t.shape[3]);
 }
 
-/* Generation runs on one rank. */
+/* o of the new rows against their sequences' caches. */
+static ith_status attention_decode(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
+                                   T k, T v, const ith_attention_in *in)
+{
+    const ith_hf_config *c = m->config;
+    ith_layer_acts *a = &m->acts[l];
+    ith_cache_parts part;
+    T k4 = ith_tensor_4d(k.data, k.dtype, 4, cache->batch, cache->capacity, c->num_key_value_heads,
+                         c->head_dim);
+    T v4 = ith_tensor_4d(v.data, v.dtype, 4, cache->batch, cache->capacity, c->num_key_value_heads,
+                         c->head_dim);
+    ITH_TRY(ith_cache_parts_open(cache->mesh, ctx, a->o, &part));
+    ITH_TRY(
+        ith_attention_decode(ctx, part.o, part.lse, in->q, k4, v4, cache->lengths, scale_of(c)));
+    return ith_cache_parts_close(cache->mesh, ctx, a->o, &part);
+}
+
 static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                ith_kv_cache *cache, T rows, bool prefill)
 {
@@ -568,25 +584,14 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     int64_t q = c->num_attention_heads * c->head_dim;
     ITH_TRY(ith_scatter_rows(ctx, heads_2d(k), heads_2d(in.k), rows));
     ITH_TRY(ith_scatter_rows(ctx, heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output", m->dtype, t,
-                       c->num_attention_heads, c->head_dim, &a->o));
-    ITH_TRY(
-        push(ctx, ITH_MEM_WORKSPACE, "attention lse", ITH_F32, t, c->num_attention_heads, &a->lse));
-    if (prefill) {
-        ITH_TRY(ith_attention_forward(ctx, a->o, a->lse, in.q, in.k,
-                                      ith_block_split_qkv(c, a->qkv).v, b->seqs, scale_of(c),
-                                      true));
-    } else {
-        T k4 = ith_tensor_4d(k.data, k.dtype, 4, cache->batch, cache->capacity,
-                             c->num_key_value_heads, c->head_dim);
-        T v4 = ith_tensor_4d(v.data, v.dtype, 4, cache->batch, cache->capacity,
-                             c->num_key_value_heads, c->head_dim);
-        ITH_TRY(ith_attention_decode(ctx, a->o, ith_tensor_none(), in.q, k4, v4, cache->lengths, scale_of(c)));
-    }
+    ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
+    ITH_TRY(prefill ? ith_block_attend(m, ctx, b, l, &in)
+                    : attention_decode(m, ctx, l, cache, k, v, &in));
+    ITH_TRY(ith_block_output_to_tokens(m, ctx, b, l, &in));
     ITH_TRY(
         push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
     ITH_TRY(
-        ith_linear_forward(ctx, o_out, heads_2d(a->o), ith_layer_param(m, l, ITH_P_O)->w, false));
+        ith_linear_forward(ctx, o_out, heads_2d(in.o), ith_layer_param(m, l, ITH_P_O)->w, false));
     ITH_TRY(mlp_forward(m, ctx, b, l, o_out));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     forget_unsaved(m, l, false);

@@ -1014,7 +1014,33 @@ static ith_status attention_decode(ith_model *m, ith_ctx *ctx, const ith_batch *
                              rows));
     if (prefill)
         return mix(m, ctx, b, l, ith_tensor_none(), in);
-    return ith_attention_decode(ctx, a->o, ith_tensor_none(), in->q, k, v, cache->lengths, scale_of(c->head_dim));
+    ith_cache_parts part;
+    ITH_TRY(ith_cache_parts_open(cache->mesh, ctx, a->o, &part));
+    ITH_TRY(ith_attention_decode(ctx, part.o, part.lse, in->q, k, v, cache->lengths,
+                                 scale_of(c->head_dim)));
+    return ith_cache_parts_close(cache->mesh, ctx, a->o, &part);
+}
+
+/* A linear layer of a slice: this rank has the state of its heads and the inputs of its tokens, and
+ * all get all. `at`: the sequence in the cache. */
+static ith_status linear_prefill_cut(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                     const ith_kv_cache *cache, int64_t at, const mixer_in *in)
+{
+    const ith_hf_config *c = m->config;
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    T state;
+    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "state of own heads", ITH_F32, 4, 1,
+                         delta_share(m).q_count, c->linear_key_head_dim, c->linear_value_head_dim,
+                         &state));
+    ITH_TRY(ith_zero(ctx, state));
+    ITH_TRY(mix(m, ctx, b, l, state, in));
+    ITH_TRY(ith_cut_cache_gather_states(m->mesh, ctx, ith_row_range(cache->state, at, at + 1),
+                                        state, c->linear_num_key_heads));
+    ITH_TRY(ith_cut_cache_gather_tail(m->mesh, ctx, b->group_tokens,
+                                      ith_row_range(cache->conv, at, at + 1),
+                                      split_linear(c, m->acts[l].qkv).u));
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
 }
 
 static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
@@ -1022,20 +1048,27 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
 {
     const ith_hf_config *c = m->config;
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE), first = 0;
+    bool cut = ith_cp_size(m->mesh) > 1;
     T mixed, history = ith_tensor_none(), state = ith_tensor_none();
     mixer_in in = {0};
-    if (c->layer_is_linear[l]) {
+    if (c->layer_is_linear[l])
         first = index_of_kind(c, l) * cache->batch;
+    if (c->layer_is_linear[l] && !cut) {
         history = ith_row_range(cache->conv, first, first + cache->batch);
         state = ith_row_range(cache->state, first, first + cache->batch);
     }
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(make_in(m, ctx, b, l, true, history, &in));
-    ITH_TRY(push_mixer_out(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens, b->num_tokens));
-    ITH_TRY(c->layer_is_linear[l] ? mix(m, ctx, b, l, state, &in)
-                                  : attention_decode(m, ctx, b, l, cache, rows, prefill, &in));
-    ITH_TRY(project_out(m, ctx, l, m->acts[l].o, &mixed));
+    ITH_TRY(push_mixer_out(m, ctx, ITH_MEM_WORKSPACE, l, b->group_tokens, b->num_tokens));
+    if (!c->layer_is_linear[l])
+        ITH_TRY(attention_decode(m, ctx, b, l, cache, rows, prefill, &in));
+    else if (cut)
+        ITH_TRY(linear_prefill_cut(m, ctx, b, l, cache, first + cache->first, &in));
+    else
+        ITH_TRY(mix(m, ctx, b, l, state, &in));
+    ITH_TRY(output_to_tokens(m, ctx, b, l, &in));
+    ITH_TRY(project_out(m, ctx, l, in.o, &mixed));
     ITH_TRY(ffn_forward(m, ctx, b, l, mixed));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     forget_unsaved(m, l, false);
@@ -1048,7 +1081,7 @@ static ith_status qwen3_5_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     ITH_TRY(ith_block_open(m, ctx, b, false));
     if (m->has_vision)
         ITH_TRY(ith_vision_forward(m, ctx, b, false));
-    if (prefill && cache->state.ndim) {
+    if (prefill && cache->state.ndim && ith_cp_size(m->mesh) == 1) {
         ITH_TRY(ith_zero(ctx, cache->conv));
         ITH_TRY(ith_zero(ctx, cache->state));
     }

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Answers of several ranks: those of one, row by row, for every family, greedy and drawn, with whole weights and with
-# weights cut among the ranks; more ranks than prompts; one line when a rank fails.  test_answers.sh ITHACA WORK_DIR
+# weights cut among the ranks, each rank with its own prompts and groups that share them; more ranks than prompts; one
+# line when a rank fails.  test_answers.sh ITHACA WORK_DIR
 set -u
 ithaca=$1 work=$2 start=$(cd "$(dirname "$0")" && pwd)/start_ranks.sh
 rm -rf "$work" && mkdir -p "$work" || exit 1
@@ -51,10 +52,22 @@ for model in qwen3 qwen3_moe qwen3_5 llada2; do
             [ ! -f "$work/record.jsonl" ] || cmp -s "$work/record.jsonl" "$work/record-one" || fail "$model: other record, $ranks ranks $*"
         done
     done
+    # Groups of ranks share prompts and cache: equal up to rounding.
+    # shellcheck disable=SC2086
+    answer 1 one $model $drawn --dtype float32 || { fail "$model $drawn"; continue; }
+    for layout in "3 --cp-size 3" "4 --cp-size 2 --cp-mode ring" "6 --cp-size 2 --cut-weights --ep-size 2"; do
+        # shellcheck disable=SC2086
+        set -- $layout
+        ranks=$1; shift
+        [ "$model-$ranks" = qwen3-6 ] && set -- --cp-size 2 --cut-weights
+        # shellcheck disable=SC2086
+        answer "$ranks" many $model $drawn --dtype float32 "$@" || { fail "$model, $ranks ranks $* ended with $?"; tail -2 "$work/many.err"; continue; }
+        cmp -s "$work/one.jsonl" "$work/many.jsonl" || fail "$model: $ranks ranks $* answer otherwise"
+    done
 done
 
 # A rank without memory, anywhere: one line from one rank.
-for cut in "" --cut-weights; do
+for cut in "" --cut-weights "--cp-size 2"; do
     hit=0
     for n in 100 400 1150 1200 1250 1400 1600 1700 1720 1740 1760 1780 1800; do
         # shellcheck disable=SC2086
@@ -69,7 +82,7 @@ for cut in "" --cut-weights; do
 done
 # One prompt of the command line: text, from one rank or many.
 for model in qwen3 llada2; do
-    for layout in 1 3 "2 --cut-weights"; do
+    for layout in 1 3 "2 --cut-weights" "2 --cp-size 2"; do
         # shellcheck disable=SC2086
         set -- $layout
         ranks=$1; shift
@@ -83,6 +96,16 @@ answer 2 wrong qwen3_moe --cut-weights --ep-size 3
 [ $? = 2 ] && [ "$(grep -c '^error: --ep-size: 3 does not divide' "$work/wrong.err")" = 1 ] || { fail "ep-size 3"; tail -2 "$work/wrong.err"; }
 answer 2 alone qwen3_moe --ep-size 2
 [ $? = 2 ] && [ "$(grep -c '^error: generate: --ep-size goes with --cut-weights' "$work/alone.err")" = 1 ] || { fail "ep-size alone"; tail -2 "$work/alone.err"; }
+while read -r ranks model options wanted; do
+    # shellcheck disable=SC2046
+    answer "$ranks" wrong "$model" $(echo "$options" | tr = ' ')
+    [ $? = 2 ] && [ "$(grep -c "^error: $wanted" "$work/wrong.err")" = 1 ] || { fail "$options"; tail -2 "$work/wrong.err"; }
+done <<END
+3 qwen3 --cp-size=2 --cp-size: 2 does not divide the 3 ranks
+1 qwen3 --cp-size=2 --cp-size: 2 does not divide the 1 ranks
+5 qwen3_5 --cp-size=5 --cp-size: 5 is more than linear_num_value_heads 4
+3 qwen3 --cp-size=3=--cp-mode=hybrid --cp-mode: none of this kind for 3 ranks
+END
 
 [ $failures = 0 ] && echo "all ranks answer as one"
 exit $((failures > 0))
