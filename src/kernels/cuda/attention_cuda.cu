@@ -214,11 +214,23 @@ static ith_status attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, 
 
 /* ---- backward ---- */
 
+/* cuDNN's backward (9.19) goes wrong without a word where a tensor, dq in f32 included, reaches
+ * 2^31 elements; what is below 2^31 bytes was seen right. */
+static bool near(const ith_tensor *t, int count)
+{
+    int64_t longest = 4 * t[0].shape[1] * t[0].shape[2];
+    for (int i = 0; i < count; i++)
+        longest = ith_max_i64(longest, 2 * t[i].stride[0]);
+    return longest < ((int64_t)1 << 31) / ith_max_i64(t[0].shape[0], 1);
+}
+
 static ways backward_ways(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv, ith_tensor do_,
                           ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o, ith_seqs seqs)
 {
     ith_tensor all[] = {q, k, v, o, do_, dq, dk, dv};
-    return ways_of(all, 8, seqs, ctx->deterministic);
+    ways w = ways_of(all, 8, seqs, ctx->deterministic);
+    w.library = w.library && near(all, 8);
+    return w;
 }
 
 static int64_t attention_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
