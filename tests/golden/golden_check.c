@@ -1,7 +1,7 @@
 /* golden_check.c - runs directories of reference vectors and prints each error beside its bound.
  *
  *     golden_check [device=cpu|cuda] [dtype=float32|bfloat16] [threads=N]
- * [keep=all|attention|input|host] [chunk=N] [cp=N] [ulysses=N] [zero=N] DIR...
+ * [keep=all|attention|input|host] [chunk=N] [cp=N] [ulysses=N] [zero=N] [draws=N] DIR...
  *
  * Under mpirun the ranks are dp x cp: documents are dealt to the dp groups, each document's tokens
  * are sliced over the cp ranks, of which `ulysses` neighbours exchange heads (default: all) and the
@@ -13,12 +13,16 @@
  * steps under the names of hf/; ref.json holds losses and the AdamW settings. Exit 0 when every
  * error is within its bound, 1 when one is not, 77 when a directory is not there. Bounds for
  * float32: logits 2e-5 of the largest logit, gradients 1e-4 and weights after three steps 1e-3 in
- * relative norm, losses 1e-5, gradient norms 3e-3 relative. For bfloat16 the bound of a value is
- * twice the error that the plain bf16 reference operators make in the same place, plus a floor of
- * 2^-8; a gradient norm, one number whose error may cancel to nothing, is measured by the worst
- * error of the reference's gradient tensors, which is the most that of their norm can be. Which
- * experts a token gets is discrete, and where two are nearly equal rounding decides: in bfloat16
- * tokens whose scores agree with those of a float32 run take its choice. */
+ * relative norm, losses 1e-5, gradient norms 3e-3 relative.
+ *
+ * For bfloat16 the bound of a value is twice the error that the plain bf16 reference operators make
+ * in the same place, plus a floor of 2^-8. Both are root mean squares over `draws` (8) models: the
+ * first is the directory's, the others have its weights a little off, and what they should give is
+ * what the reference gives in float32. One draw would not do: a tensor of four numbers is now and
+ * then right by chance. A gradient norm is one number, whose error may cancel to nothing; it is
+ * measured by the relative error of all gradients together, which is the most that of their norm
+ * can be. Which experts a token gets is discrete, and where two are nearly equal rounding decides:
+ * in bfloat16 every token takes the choice of the float32 run, and the scores are compared. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,6 +30,7 @@
 
 #include "base/file.h"
 #include "base/json.h"
+#include "base/rng.h"
 #include "checkpoint/safetensors.h"
 #include "generate/decoder.h"
 #include "data/noise.h"
@@ -39,10 +44,12 @@
 #define GREEDY_PROMPT                                                                              \
     9 /* tokens of greedy that are the prompt, unless ref.json says greedy_prompt */
 #define BF16_FLOOR (1.0 / 256)
-#define ROUTE_TOLERANCE (1.0 / 64) /* of a score: above rounding in bf16 */
+#define DRAWS 8
+#define DRAW_SPREAD (1.0 / 256) /* weights of a draw, relative */
 
-/* The choices of experts of a run, call by call; a later run takes them (bfloat16). */
-typedef enum { ROUTES_OWN, ROUTES_RECORD, ROUTES_TAKE } routes_mode;
+/* In bfloat16 a float32 run of the reference leaves its values and its choices of experts to those
+ * that follow. */
+typedef enum { RUN_ALONE, RUN_LEADS, RUN_FOLLOWS } run_kind;
 
 typedef struct {
     ith_use_device device;
@@ -52,7 +59,8 @@ typedef struct {
     int64_t ulysses; /* 0: cp */
     int zero;        /* zero_stage */
     bool reference;  /* plain operators: the yardstick of bf16 */
-    routes_mode routes;
+    run_kind kind;
+    int64_t draws, draw; /* of bf16: 0 is the directory's own weights */
     ith_mesh *mesh;
 } options;
 
@@ -292,6 +300,50 @@ static float *floats(ith_ctx *ctx, ith_tensor t)
     return out;
 }
 
+/* ---- what a run should give ---- */
+
+/* What the float32 run of this draw gave, in the order of its questions. */
+static struct {
+    float **values;
+    int64_t count, cap, next;
+} truth;
+
+/* What the float32 run gave where this one gives `got`. */
+static const float *true_values(const options *o, const float *got, int64_t n)
+{
+    ITH_ASSERT(o->kind != RUN_ALONE);
+    if (o->kind == RUN_FOLLOWS) {
+        ITH_ASSERT(truth.next < truth.count);
+        return truth.values[truth.next++];
+    }
+    die_on(ith_grow((void **)&truth.values, &truth.cap, truth.count + 1, sizeof *truth.values,
+                    "values", &err));
+    float *copy = ith_malloc(n * 4 + 4);
+    if (!copy)
+        exit(1);
+    memcpy(copy, got, (size_t)n * 4);
+    return truth.values[truth.count++] = copy;
+}
+
+/* The number of the files, or of the float32 run when those are of other weights. */
+static double true_number(const options *o, bool other_weights, double got, double in_file)
+{
+    float value = (float)got;
+    return other_weights ? (double)*true_values(o, &value, 1) : in_file;
+}
+
+static double rel_norm(const float *a, const char *ref, ith_dtype dtype, int64_t n)
+{
+    double diff = 0, norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        float r = 0;
+        ith_convert(&r, ITH_F32, ref + i * ith_dtype_bytes(dtype), dtype, 1);
+        diff += ((double)a[i] - (double)r) * ((double)a[i] - (double)r);
+        norm += (double)r * (double)r;
+    }
+    return norm > 0 ? sqrt(diff / norm) : sqrt(diff);
+}
+
 /* ---- routes ---- */
 
 typedef struct {
@@ -305,6 +357,7 @@ static struct {
     route *calls;
     int64_t count, cap, next;
     bool record;
+    double worst; /* error of the scores of a call */
 } routes;
 
 /* How a router makes weights of the chosen scores (ops.h). */
@@ -324,7 +377,7 @@ static void weigh_row(float *w, int64_t k, weighing how)
     }
 }
 
-/* Records a choice, or replaces it and the weights. */
+/* Records a choice, or replaces it and the weights and compares the scores. */
 static ith_status route_call(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_idx,
                              ith_tensor scores, weighing how)
 {
@@ -332,9 +385,9 @@ static ith_status route_call(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_id
     int64_t rows = topk_idx.shape[0], k = topk_idx.shape[1], e = scores.shape[1];
     float *own = floats(ctx, scores), *weights = ith_malloc(rows * k * 4 + 4);
     int32_t *idx = ith_malloc(rows * k * 4 + 4);
-    ITH_TRY(d->download(d, idx, topk_idx.data, rows * k * 4, ctx->err));
-    ITH_TRY(d->sync(d, ctx->err));
     if (routes.record) {
+        ITH_TRY(d->download(d, idx, topk_idx.data, rows * k * 4, ctx->err));
+        ITH_TRY(d->sync(d, ctx->err));
         ITH_TRY(ith_grow((void **)&routes.calls, &routes.cap, routes.count + 1,
                          sizeof *routes.calls, "routes", ctx->err));
         routes.calls[routes.count++] = (route){idx, own, rows};
@@ -344,12 +397,10 @@ static ith_status route_call(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_id
     ITH_ASSERT(routes.next < routes.count);
     const route *r = &routes.calls[routes.next++];
     ITH_ASSERT(r->rows == rows);
+    double e_scores = rel_norm(own, (const char *)r->scores, ITH_F32, rows * e);
+    routes.worst = e_scores > routes.worst || isnan(e_scores) ? e_scores : routes.worst;
+    memcpy(idx, r->topk_idx, (size_t)(rows * k) * 4);
     for (int64_t t = 0; t < rows; t++) {
-        double worst = 0;
-        for (int64_t i = t * e; i < (t + 1) * e; i++)
-            worst = fmax(worst, fabs((double)own[i] - (double)r->scores[i]));
-        if (worst <= ROUTE_TOLERANCE)
-            memcpy(idx + t * k, r->topk_idx + t * k, (size_t)k * 4);
         for (int64_t s = 0; s < k; s++)
             weights[t * k + s] = own[t * e + idx[t * k + s]];
         weigh_row(weights + t * k, k, how);
@@ -383,24 +434,42 @@ static ith_status group_routed(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_
 
 static void hook_routes(const options *o, ith_ctx *ctx)
 {
-    if (o->routes == ROUTES_OWN)
+    if (o->kind == RUN_ALONE)
         return;
     routes.own = routes.hooked = *ctx->backend;
-    routes.record = o->routes == ROUTES_RECORD;
+    routes.record = o->kind == RUN_LEADS;
     routes.hooked.router_forward.run = routed;
     routes.hooked.group_router_forward.run = group_routed;
     ctx->backend = &routes.hooked;
 }
 
-static void free_routes(void)
+static void record_scores(const options *o, const char *what, results *r)
+{
+    if (o->kind == RUN_FOLLOWS && routes.count)
+        record(r, routes.worst, 0, "scores of experts, %s", what);
+    routes.worst = 0;
+}
+
+/* Those that follow begin anew. */
+static void rewind_truth(void)
+{
+    routes.next = truth.next = 0;
+}
+
+static void free_truth(void)
 {
     for (int64_t i = 0; i < routes.count; i++) {
         ith_free(routes.calls[i].topk_idx);
         ith_free(routes.calls[i].scores);
     }
+    for (int64_t i = 0; i < truth.count; i++)
+        ith_free(truth.values[i]);
     ith_free(routes.calls);
+    ith_free(truth.values);
     routes.calls = NULL;
-    routes.count = routes.cap = routes.next = 0;
+    truth.values = NULL;
+    routes.count = routes.cap = truth.count = truth.cap = 0;
+    rewind_truth();
 }
 
 static void open_bench(bench *b, const golden *g, const options *o, const ith_micro_batch *batch,
@@ -466,18 +535,6 @@ static float *whole(bench *b, ith_tensor flat)
         ith_comm_all_reduce(b->mesh->world, out, m->num_elements, ITH_F32, ITH_REDUCE_SUM, &err));
     ith_free(mine);
     return out;
-}
-
-static double rel_norm(const float *a, const char *ref, ith_dtype dtype, int64_t n)
-{
-    double diff = 0, norm = 0;
-    for (int64_t i = 0; i < n; i++) {
-        float r = 0;
-        ith_convert(&r, ITH_F32, ref + i * ith_dtype_bytes(dtype), dtype, 1);
-        diff += ((double)a[i] - (double)r) * ((double)a[i] - (double)r);
-        norm += (double)r * (double)r;
-    }
-    return norm > 0 ? sqrt(diff / norm) : sqrt(diff);
 }
 
 /* ---- the checks
@@ -594,6 +651,7 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
         }
     }
     float *got = floats(ctx, logits);
+    const float *from_run = o->draw ? true_values(o, got, n * v) : NULL;
     double worst = 0, largest = 0;
     for (int64_t i = 0; i < n * v; i++) {
         int64_t at =
@@ -602,38 +660,39 @@ static void check_logits(bench *b, const options *o, const ith_micro_batch *batc
         if (row * v >= ith_st_numel(want)) /* diffusion: only the noisy rows */
             continue;
         float ref = 0;
-        memcpy(&ref, (const char *)want->data + (row * v + i % v) * 4, 4);
+        memcpy(&ref, from_run ? from_run + i : (const float *)want->data + row * v + i % v, 4);
         double diff = fabs((double)got[i] - (double)ref);
         worst = diff > worst || isnan(diff) ? diff : worst;
+        largest = from_run ? fmax(largest, fabs((double)ref)) : largest;
     }
-    for (int64_t i = 0; i < ith_st_numel(want); i++) {
+    for (int64_t i = 0; i < ith_st_numel(want) && !from_run; i++) {
         float ref = 0;
         memcpy(&ref, (const char *)want->data + i * 4, 4);
         largest = fmax(largest, fabs((double)ref));
     }
-    record(r, worst / largest, 2e-5, "%s logits", what);
+    record(r, largest > 0 ? worst / largest : worst, 2e-5, "%s logits", what);
     ith_free(got);
     ith_free(host_lists);
     ctx->plan = kept;
     ith_plan_destroy(plan);
 }
 
-static void check_pieces(bench *b, ith_tensor flat, const char *dir, const char *sub, double bound,
-                         results *r)
+static void check_pieces(bench *b, const options *o, bool other_weights, ith_tensor flat,
+                         const char *dir, const char *sub, double bound, results *r)
 {
     ith_buf path = {0};
     ith_st_reader *reader = NULL;
     ith_path_join(&path, dir, sub);
     die_on(ith_st_open(&reader, path.data, &err));
     float *all = whole(b, flat);
-    double worst = 0;
     for (int64_t i = 0; i < b->model->num_pieces; i++) {
         const ith_hf_piece *p = &b->model->pieces[i];
         const ith_st_entry *want = NULL;
         die_on(ith_st_need(reader, p->hf_name, p->ndim, p->shape, NULL, &want, &err));
-        double e = rel_norm(all + b->model->params[p->param].first + p->first, want->data,
-                            want->dtype, p->count);
-        worst = e > worst || isnan(e) ? e : worst;
+        const float *got = all + b->model->params[p->param].first + p->first;
+        double e = other_weights ? rel_norm(got, (const char *)true_values(o, got, p->count),
+                                            ITH_F32, p->count)
+                                 : rel_norm(got, want->data, want->dtype, p->count);
         record(r, e, bound, "%s %s", sub, p->hf_name);
     }
     ith_free(all);
@@ -666,9 +725,11 @@ static void check_batch(const golden *g, const options *o, const ith_micro_batch
     ith_ctx *ctx = &b.session.ctx;
     die_on(ctx->device->download(ctx->device, &got, b.step->loss_sum.data, sizeof got, &err));
     die_on(ctx->device->sync(ctx->device, &err));
+    loss = true_number(o, o->draw > 0, got, loss);
     record(r, fabs(got - loss) / fabs(loss), 1e-5, "%s loss", what);
     if (grads)
-        check_pieces(&b, b.model->grad, g->dir, grads, 1e-4, r);
+        check_pieces(&b, o, o->draw > 0, b.model->grad, g->dir, grads, 1e-4, r);
+    record_scores(o, what, r);
     for (int c = 0; c < ITH_MEM_CLASSES;
          c++) /* the batch is as large as planned: no byte more, no byte less */
         record(r,
@@ -684,6 +745,49 @@ static void check_batch(const golden *g, const options *o, const ith_micro_batch
 static double number_or(const json_t *json, double otherwise)
 {
     return json ? json_number_value(json) : otherwise;
+}
+
+/* Of all gradients together, of the running step. */
+static void check_all_gradients(bench *b, const options *o, int step, results *r)
+{
+    float *all = whole(b, b->model->grad);
+    int64_t n = b->model->num_elements;
+    record(r, rel_norm(all, (const char *)true_values(o, all, n), ITH_F32, n), 0,
+           "adamw step %d gradients", step);
+    ith_free(all);
+}
+
+/* All runs go on from the weights of the float32 run, rounded (the moments stay their own): AdamW
+ * makes a sign of a gradient near zero, so that runs in bf16 part at once, and the next step would
+ * be compared with that of another model. */
+static void meet(bench *b, const golden *g, const options *o)
+{
+    const ith_model *m = b->model;
+    float *all = o->kind == RUN_LEADS ? whole(b, m->w) : NULL;
+    for (int64_t i = 0; all && i < m->num_elements; i++)
+        all[i] = ith_bf16_to_f32(ith_f32_to_bf16(all[i]));
+    int64_t count = ith_st_count(g->weights);
+    ith_st_entry *of_file = ith_malloc(count * (int64_t)sizeof *of_file);
+    if (!of_file)
+        exit(1);
+    for (int64_t i = 0; i < count; i++)
+        of_file[i] = *ith_st_at(g->weights, i);
+    for (int64_t i = 0; i < m->num_pieces; i++) {
+        const ith_hf_piece *p = &m->pieces[i];
+        const ith_st_entry *e = NULL;
+        die_on(ith_st_need(g->weights, p->hf_name, p->ndim, p->shape, NULL, &e, &err));
+        ith_st_entry *given = (ith_st_entry *)(uintptr_t)e;
+        given->data =
+            true_values(o, all ? all + m->params[p->param].first + p->first : NULL, p->count);
+        given->dtype = ITH_F32;
+        given->bytes = p->count * 4;
+    }
+    die_on(ith_model_load(b->model, &b->session.ctx, g->weights, m->w, b->step->master));
+    die_on(ith_model_refresh_weights(b->model, &b->session.ctx));
+    for (int64_t i = 0; i < count; i++)
+        *(ith_st_entry *)(uintptr_t)ith_st_at(g->weights, i) = of_file[i];
+    ith_free(of_file);
+    ith_free(all);
 }
 
 static void check_adamw(const golden *g, const options *o, const ith_micro_batch *batch,
@@ -702,19 +806,27 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
     if (batch->num_grids)
         add_media(g, batch, o->mesh, &mine);
     open_bench(&b, g, o, batch, mask, number(a, "max_grad_norm"));
+    bool other = o->kind != RUN_ALONE; /* after the first step: see meet */
     for (int64_t i = 0; i < 3; i++) {
         ith_step_stats stats;
         h.step = i + 1;
         ith_step_begin(b.step, batch->weight_sum);
         die_on(ith_step_micro(b.step, &mine));
+        die_on(ith_step_reduce(b.step));
+        if (other)
+            check_all_gradients(&b, o, (int)i + 1, r);
         die_on(ith_step_end(b.step, h, &stats));
         double loss = json_number_value(json_array_get(json_object_get(a, "losses"), (size_t)i));
         double norm =
             json_number_value(json_array_get(json_object_get(a, "grad_norms"), (size_t)i));
-        record(r, fabs(stats.loss - loss) / loss, i ? 3e-3 : 1e-5, "adamw step %d loss",
-               (int)i + 1);
+        loss = true_number(o, i ? other : o->draw > 0, stats.loss, loss);
+        norm = true_number(o, i ? other : o->draw > 0, stats.grad_norm, norm);
         record(r, fabs(stats.grad_norm - norm) / norm, i ? 3e-3 : 1e-5, "adamw step %d grad norm",
                (int)i + 1);
+        record(r, fabs(stats.loss - loss) / loss, i ? 3e-3 : 1e-5, "adamw step %d loss",
+               (int)i + 1);
+        if (other && i < 2)
+            meet(&b, g, o);
     }
     /* A rank whose slice is one token shorter, whose group has no document, whose share of the
      * images or (diffusion: the last layer runs on those rows) of the labels is not the largest
@@ -732,7 +844,9 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
         record(r, full ? fabs((double)(planned - high)) : fmax(0, (double)(high - planned)), 0,
                "planned = used, %s", ith_mem_class_name((ith_mem_class)c));
     }
-    check_pieces(&b, b.step->master.ndim ? b.step->master : b.model->w, g->dir, "after3", 1e-3, r);
+    check_pieces(&b, o, other, b.step->master.ndim ? b.step->master : b.model->w, g->dir, "after3",
+                 1e-3, r);
+    record_scores(o, "adamw", r);
     close_bench(&b);
     ith_free(mine.noisy);
     free_batch(&mine);
@@ -1034,15 +1148,38 @@ static void merge(const options *o, results *r)
                                    &err));
 }
 
-/* What bf16 must be expected to do to row i: the error of the reference there. The error of a norm
- * of all gradients is at most the worst relative error of one of them. */
+static bool is_count(const result *row)
+{
+    return strncmp(row->name, "planned", 7) == 0;
+}
+
+/* Adds the squares of a draw's errors. */
+static void add_draw(results *sums, const results *draw)
+{
+    for (int64_t i = 0; i < draw->count; i++) {
+        const result *row = &draw->rows[i];
+        if (i == sums->count)
+            record(sums, 0, row->bound, "%s", row->name);
+        ITH_ASSERT(strcmp(sums->rows[i].name, row->name) == 0);
+        if (is_count(row))
+            sums->rows[i].error = fmax(sums->rows[i].error, row->error);
+        else
+            sums->rows[i].error += row->error * row->error;
+    }
+}
+
+static void end_draws(results *sums, int64_t draws)
+{
+    for (int64_t i = 0; i < sums->count; i++)
+        if (!is_count(&sums->rows[i]))
+            sums->rows[i].error = sqrt(sums->rows[i].error / (double)draws);
+}
+
+/* What bf16 must be expected to do to row i: the error of the reference there; to a gradient norm,
+ * that of the gradients, which is the row before. */
 static double expected_error(const results *reference, int64_t i)
 {
-    double worst = reference->rows[i].error;
-    for (int64_t j = 0; strstr(reference->rows[i].name, "grad norm") && j < reference->count; j++)
-        if (strncmp(reference->rows[j].name, "grads ", 6) == 0)
-            worst = fmax(worst, reference->rows[j].error);
-    return worst;
+    return reference->rows[strstr(reference->rows[i].name, "grad norm") ? i - 1 : i].error;
 }
 
 /* Prints the rows that fail, and the worst of each kind (first word of the name); returns the
@@ -1052,7 +1189,7 @@ static int64_t report(const golden *g, const results *r, const results *yardstic
     int64_t failures = 0;
     for (int64_t i = 0; i < r->count; i++) {
         result *row = &r->rows[i];
-        if (yardstick && strncmp(row->name, "planned", 7) != 0)
+        if (yardstick && !is_count(row))
             row->bound = fmax(row->bound, 2 * expected_error(yardstick, i) + BF16_FLOOR);
         bool bad = !(row->error <= row->bound);
         failures += bad;
@@ -1075,6 +1212,67 @@ static int64_t report(const golden *g, const results *r, const results *yardstic
     return failures;
 }
 
+/* Weights of this draw, which both types hold exactly: what is measured is arithmetic. */
+static void draw_weights(ith_st_reader *weights, int64_t draw, float **copies)
+{
+    uint64_t stream = ith_rng_stream("golden_check"), at = 0;
+    for (int64_t i = 0; i < ith_st_count(weights); i++) {
+        ith_st_entry *e = (ith_st_entry *)(uintptr_t)ith_st_at(weights, i);
+        int64_t n = ith_st_numel(e);
+        float *x = copies[i] = ith_malloc(n * 4 + 4);
+        if (!x)
+            exit(1);
+        ith_convert(x, ITH_F32, e->data, e->dtype, n);
+        for (int64_t j = 0; j < n; j++) {
+            double u = ith_rng_uniform((uint64_t)draw, stream, at++);
+            x[j] *= (float)(1 + (2 * u - 1) * DRAW_SPREAD);
+            x[j] = ith_bf16_to_f32(ith_f32_to_bf16(x[j]));
+        }
+        if (e->dtype == ITH_F32)
+            e->data = x;
+        else
+            ITH_ASSERT(e->dtype == ITH_BF16);
+    }
+}
+
+/* bf16: errors of the run and of the yardstick over all draws. */
+static void run_draws(golden *g, const options *o, const char *weights, results *r,
+                      results *yardstick)
+{
+    options plain = *o, own = *o;
+    plain.device = ITH_USE_CPU;
+    plain.reference = true;
+    for (int64_t draw = 0; draw < o->draws; draw++) {
+        results exact = {0}, reference = {0}, got = {0};
+        int64_t count = ith_st_count(g->weights);
+        float **copies = ith_calloc(count, sizeof *copies);
+        if (draw)
+            draw_weights(g->weights, draw, copies);
+        plain.draw = own.draw = draw;
+        plain.dtype = ITH_F32;
+        plain.kind = RUN_LEADS;
+        run_golden(g, &plain, &exact);
+        plain.dtype = ITH_BF16;
+        plain.kind = own.kind = RUN_FOLLOWS;
+        run_golden(g, &plain, &reference);
+        rewind_truth();
+        run_golden(g, &own, &got);
+        free_truth();
+        add_draw(yardstick, &reference);
+        add_draw(r, &got);
+        ith_free(exact.rows);
+        ith_free(reference.rows);
+        ith_free(got.rows);
+        for (int64_t i = 0; i < count; i++)
+            ith_free(copies[i]);
+        ith_free(copies);
+        ith_st_close(g->weights);
+        die_on(ith_st_open(&g->weights, weights, &err));
+    }
+    end_draws(r, o->draws);
+    end_draws(yardstick, o->draws);
+}
+
 static int64_t check_dir(const char *dir, const options *o)
 {
     golden g = {.dir = dir};
@@ -1088,23 +1286,12 @@ static int64_t check_dir(const char *dir, const options *o)
     die_on(ith_st_open(&g.ref, path.data, &err));
     ith_path_join(&path, dir, "ref.json");
     die_on(ith_json_load(&g.json, path.data, &err));
-    results r = {0}, yardstick = {0}, exact = {0};
-    if (o->dtype == ITH_BF16) {
-        options plain = *o, own = *o;
-        plain.device = ITH_USE_CPU;
-        plain.reference = true;
-        plain.dtype = ITH_F32;
-        plain.routes = ROUTES_RECORD;
-        run_golden(&g, &plain, &exact);
-        plain.dtype = ITH_BF16;
-        own.routes = plain.routes = ROUTES_TAKE;
-        run_golden(&g, &plain, &yardstick);
-        routes.next = 0;
-        run_golden(&g, &own, &r);
-        free_routes();
-    } else {
+    results r = {0}, yardstick = {0};
+    ith_path_join(&path, dir, "hf");
+    if (o->dtype == ITH_BF16)
+        run_draws(&g, o, path.data, &r, &yardstick);
+    else
         run_golden(&g, o, &r);
-    }
     merge(o, &r);
     merge(o, &yardstick);
     if (o->mesh->world->rank > 0 && !freopen("/dev/null", "w", stdout)) /* rank 0 speaks */
@@ -1112,7 +1299,6 @@ static int64_t check_dir(const char *dir, const options *o)
     int64_t failures = report(&g, &r, o->dtype == ITH_BF16 ? &yardstick : NULL);
     ith_free(r.rows);
     ith_free(yardstick.rows);
-    ith_free(exact.rows);
     ith_st_close(g.weights);
     ith_st_close(g.ref);
     json_decref(g.json);
@@ -1135,6 +1321,8 @@ static int run_dirs(int argc, char **argv, options *o, ith_comm *world)
             o->threads = (int)strtol(eq + 1, NULL, 10);
         else if (eq && strncmp(a, "chunk=", 6) == 0)
             o->chunk = strtoll(eq + 1, NULL, 10);
+        else if (eq && strncmp(a, "draws=", 6) == 0)
+            o->draws = ith_max_i64(1, strtoll(eq + 1, NULL, 10));
         else if (eq && strncmp(a, "zero=", 5) == 0)
             o->zero = (int)strtol(eq + 1, NULL, 10);
         else if (eq && strncmp(a, "cp=", 3) == 0)
@@ -1173,7 +1361,7 @@ static int run_dirs(int argc, char **argv, options *o, ith_comm *world)
 
 int main(int argc, char **argv)
 {
-    options o = {.device = ITH_USE_CPU, .dtype = ITH_F32, .keep = -1, .cp = 1};
+    options o = {.device = ITH_USE_CPU, .dtype = ITH_F32, .keep = -1, .cp = 1, .draws = DRAWS};
     ith_comm *world = NULL;
     die_on(ith_comm_open_world(&world, 120, &err));
     int code = run_dirs(argc, argv, &o, world);
