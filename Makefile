@@ -39,13 +39,13 @@ check-long: all
 	@tests/dist/check_long.sh $(BUILD)
 
 check-asan:
-	@$(MAKE) check BUILD=build-asan CMAKE_ARGS="-DITH_SANITIZE=address -DITH_CUDA=off -DCMAKE_BUILD_TYPE=Debug"
+	@$(MAKE) check BUILD=build-asan CMAKE_ARGS="-DITH_SANITIZE=address -DITH_CUDA=off -DCMAKE_BUILD_TYPE=Sanitize"
 
 check-ubsan:
-	@$(MAKE) check BUILD=build-ubsan CMAKE_ARGS="-DITH_SANITIZE=undefined -DITH_CUDA=off -DCMAKE_BUILD_TYPE=Debug"
+	@$(MAKE) check BUILD=build-ubsan CMAKE_ARGS="-DITH_SANITIZE=undefined -DITH_CUDA=off -DCMAKE_BUILD_TYPE=Sanitize"
 
 check-tsan:
-	@$(MAKE) check BUILD=build-tsan CMAKE_ARGS="-DITH_SANITIZE=thread -DITH_CUDA=off -DCMAKE_BUILD_TYPE=Debug"
+	@$(MAKE) check BUILD=build-tsan CMAKE_ARGS="-DITH_SANITIZE=thread -DITH_CUDA=off -DCMAKE_BUILD_TYPE=Sanitize"
 
 FUZZ_SECONDS ?= 60
 fuzz: deps

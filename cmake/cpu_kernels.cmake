@@ -3,7 +3,7 @@
 set(cpu_dir ${CMAKE_SOURCE_DIR}/src/kernels/cpu)
 set(level_flags -O3 -ffp-contract=fast -fno-math-errno)
 if(ITH_SANITIZE) # -O3 of instrumented tiles takes minutes to compile
-    set(level_flags -O1 -ffp-contract=fast -fno-math-errno)
+    set(level_flags -O2 -ffp-contract=fast -fno-math-errno)
 endif()
 set_source_files_properties(${cpu_dir}/level_generic.c PROPERTIES COMPILE_OPTIONS "${level_flags}")
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|amd64|AMD64")
