@@ -220,18 +220,10 @@ typedef struct {
 static traffic traffic_of(const ith_mesh *m)
 {
     traffic t = {0, 0};
-    const ith_comm *const groups[] = {m->world,
-                                      m->cp,
-                                      m->dp,
-                                      m->ep,
-                                      m->edp,
-                                      m->device_world[0],
-                                      m->device_world[1],
-                                      m->device_cp[0],
-                                      m->device_cp[1],
-                                      m->device_ep,
-                                      m->device_edp[0],
-                                      m->device_edp[1]};
+    const ith_comm *const groups[] = {
+        m->world,           m->cp,           m->ep,           m->edp,       m->device_world[0],
+        m->device_world[1], m->device_cp[0], m->device_cp[1], m->device_ep, m->device_edp[0],
+        m->device_edp[1]};
     for (size_t i = 0; i < sizeof groups / sizeof *groups; i++) {
         bool counted = !groups[i];
         for (size_t k = 0; k < i; k++) /* a group may serve as several */

@@ -20,10 +20,8 @@ ith_status ith_mesh_open(ith_mesh *mesh, ith_comm *world, int64_t cp_size, ith_e
     ITH_TRY_OUT(ith_alloc_zero((void **)&mesh->pieces, 2 * ITH_MAX_PIECES * cp_size,
                                sizeof *mesh->pieces, "mesh", err));
     ITH_TRY_OUT(ith_comm_split(world, mesh->dp_rank, &mesh->cp, err));
-    ITH_TRY_OUT(ith_comm_split(world, mesh->cp_rank, &mesh->dp, err));
     ith_mesh_close_device(mesh); /* the host's groups serve, until there are others */
     ITH_ASSERT(mesh->cp->rank == mesh->cp_rank && mesh->cp->size == mesh->cp_size);
-    ITH_ASSERT(mesh->dp->rank == mesh->dp_rank && mesh->dp->size == mesh->dp_size);
     return ITH_OK;
 out:
     ith_mesh_close(mesh);
@@ -201,7 +199,6 @@ ith_mesh ith_mesh_alone(const ith_mesh *mesh)
     ith_mesh m = *mesh;
     m.dp_rank = mesh->dp_rank * mesh->cp_size + mesh->cp_rank;
     m.dp_size = mesh->world_size;
-    m.dp = mesh->world;
     m.cp_rank = 0;
     m.cp_size = m.ulysses_size = 1;
     m.cp = m.device_cp[0] = m.device_cp[1] = NULL;
@@ -254,7 +251,6 @@ void ith_mesh_close(ith_mesh *mesh)
 {
     ith_mesh_close_device(mesh);
     ith_comm_close(mesh->cp);
-    ith_comm_close(mesh->dp);
     ith_comm_close(mesh->ep);
     ith_comm_close(mesh->edp);
     ith_comm_close(mesh->shard);

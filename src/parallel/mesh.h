@@ -11,7 +11,7 @@
 #include "kernels/ctx.h"
 
 typedef struct {
-    ith_comm *world, *dp, *cp; /* world is borrowed; all NULL in an imagined mesh */
+    ith_comm *world, *cp; /* world is borrowed; both NULL in an imagined mesh */
     /* The same ranks, for memory of the device: [0] on its main queue, [1] on the other one, if
      * there are two. On the CPU, world and cp themselves. */
     ith_comm *device_world[2], *device_cp[2];

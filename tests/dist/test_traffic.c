@@ -52,9 +52,9 @@ typedef struct {
 /* What this rank has sent in all groups of the mesh. */
 static traffic sent(const ith_mesh *m)
 {
-    const ith_comm *const groups[] = {m->world, m->cp, m->dp};
+    const ith_comm *const groups[] = {m->world, m->cp};
     traffic t = {0, 0};
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 2; i++) {
         t.bytes += groups[i]->bytes_sent;
         t.exchanges += groups[i]->exchanges;
     }
