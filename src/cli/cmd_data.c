@@ -9,7 +9,9 @@
 #include "data/batching.h"
 #include "model/media_open.h"
 #include "model/model.h"
+#include "train/batch_work.h"
 #include "train/diffusion.h"
+#include "train/step.h"
 
 #include <inttypes.h>
 #include <limits.h>
@@ -29,6 +31,8 @@ typedef struct {
     ith_hf_config hf;
     ith_media *media; /* NULL: the model reads text only, or has no config.json here */
     ith_samples *samples;
+    double flop_per_byte; /* of the device */
+    ith_noise_options noise;
     bool eval;
     bool colours;
     ith_buf out;
@@ -146,29 +150,50 @@ static ith_status put_sample(view *v, int64_t entry, ith_error *err)
     return ITH_OK;
 }
 
-/* Of a model whose shape is known; else by tokens alone. */
-static ith_batch_work work_of(const view *v)
+/* What the run deals documents by; whole gradients are taken to fit. */
+static void deal_like_the_run(const view *v, ith_batcher_options *o)
 {
-    if (v->hf.hidden_size == 0)
-        return (ith_batch_work){.linear = 1};
-    double labels =
-        (double)ith_samples_num_labels(v->samples) / (double)ith_samples_num_tokens(v->samples);
-    return (ith_batch_work){.linear = ith_config_flops(&v->hf, 1, 0, labels).total,
-                            .quadratic = ith_config_flops(&v->hf, 0, 0.5, 0).total};
+    ith_run_shape run = {.config = &v->config,
+                         .layout = &v->layout,
+                         .hf = &v->hf,
+                         .samples = v->samples,
+                         .noise = ith_is_diffusion(&v->config, &v->hf) ? &v->noise : NULL,
+                         .flop_per_byte = v->flop_per_byte,
+                         .sums_once = v->layout.grad_accum > 1};
+    ith_deal_options(&run, !v->eval, o);
+}
+
+/* Links count where ranks share documents. */
+static ith_status find_device(view *v, ith_error *err)
+{
+    static const ith_use_device use[] = {ITH_USE_AUTO, ITH_USE_CPU, ITH_USE_CUDA};
+    ith_session session;
+    if (v->layout.world_size == 1)
+        return ITH_OK;
+    ITH_TRY(ith_session_open(&session, use[v->config.device], 0, 1, true, err));
+    v->flop_per_byte = ith_flop_per_byte(session.ctx.device);
+    ith_session_close(&session);
+    return ITH_OK;
 }
 
 /* A micro-batch as the model gets it: a token is trained when the row before it has it as label. */
-static ith_status put_micro_batch(view *v, ith_batcher *batcher, int64_t group, int64_t j,
+static ith_status put_micro_batch(view *v, ith_batcher *batcher, int64_t rank, int64_t j,
                                   const ith_batch_step *step, ith_error *err)
 {
     ith_micro_batch mb;
+    const ith_config_layout *l = &v->layout;
     ITH_TRY(ith_batcher_fill(batcher, j, &mb, err));
     bool *trained = NULL;
+    if (!mb.whole && rank % l->cp_size > 0) /* shown with the first rank that shares it */
+        return ITH_OK;
     ITH_TRY(ith_alloc_zero((void **)&trained, ith_max_i64(mb.num_tokens, 1), sizeof(bool), "view",
                            err));
     ith_buf_printf(&v->out, "=== step %" PRId64 ", ", step->step + 1);
-    if (v->layout.dp_size > 1)
-        ith_buf_printf(&v->out, "group %" PRId64 " of %" PRId64 ", ", group + 1, v->layout.dp_size);
+    if (mb.whole)
+        ith_buf_printf(&v->out, "rank %" PRId64 " of %" PRId64 ", ", rank + 1, l->world_size);
+    else if (l->dp_size > 1)
+        ith_buf_printf(&v->out, "group %" PRId64 " of %" PRId64 ", ", rank / l->cp_size + 1,
+                       l->dp_size);
     ith_buf_printf(&v->out,
                    "micro-batch %" PRId64 " of %" PRId64 ": %" PRId64 " documents, %" PRId64
                    " tokens, %" PRId64 " trained, weight %g of %g\n",
@@ -187,8 +212,8 @@ static ith_status put_micro_batch(view *v, ith_batcher *batcher, int64_t group, 
     return ITH_OK;
 }
 
-static ith_status put_group(view *v, ith_batcher *batcher, int64_t group, int64_t number,
-                            ith_error *err)
+static ith_status put_rank(view *v, ith_batcher *batcher, int64_t rank, int64_t number,
+                           ith_error *err)
 {
     ith_batch_step step = {0};
     for (int64_t i = 0; i < number; i++)
@@ -196,25 +221,36 @@ static ith_status put_group(view *v, ith_batcher *batcher, int64_t group, int64_
             return ith_fail(err, ITH_ERR_USAGE,
                             "data: --step %" PRId64 ": the run has %" PRId64 " steps", number, i);
     for (int64_t j = 0; j < step.num_micro; j++)
-        ITH_TRY(put_micro_batch(v, batcher, group, j, &step, err));
+        ITH_TRY(put_micro_batch(v, batcher, rank, j, &step, err));
     return ITH_OK;
 }
 
-/* What each group of ranks computes, every document cut over its group. */
+/* What each group of ranks shares, and what each rank computes alone. */
 static ith_status put_step(view *v, int64_t number, ith_error *err)
 {
+    int64_t *train = NULL, *held = NULL, num_train = 0, num_held = 0;
+    const ith_config *c = &v->config;
     ith_status status = ITH_OK;
-    for (int64_t g = 0; g < v->layout.dp_size && status == ITH_OK; g++) {
-        ith_batcher_options o = v->eval ? ith_batcher_eval_options(&v->config, &v->layout, g)
-                                        : ith_batcher_options_from(&v->config, &v->layout, g);
+    if (!v->eval && !c->eval_dataset && c->eval_split_ratio > 0)
+        ITH_TRY(ith_samples_split(v->samples, c->eval_split_ratio, (uint64_t)c->seed, &train,
+                                  &num_train, &held, &num_held, err));
+    for (int64_t rank = 0; rank < v->layout.world_size && status == ITH_OK; rank++) {
+        int64_t group = rank / v->layout.cp_size;
+        ith_batcher_options o = v->eval ? ith_batcher_eval_options(c, &v->layout, group)
+                                        : ith_batcher_options_from(c, &v->layout, group);
         ith_batcher *batcher = NULL;
-        o.media = v->media;
         o.pool = v->pool;
-        o.work = work_of(v);
-        ITH_TRY(ith_batcher_create(&batcher, v->samples, &o, err));
-        status = put_group(v, batcher, g, number, err);
+        o.subset = train;
+        o.num_subset = num_train;
+        deal_like_the_run(v, &o);
+        o.cp_rank = rank % o.cp_size;
+        status = ith_batcher_create(&batcher, v->samples, &o, err);
+        if (status == ITH_OK)
+            status = put_rank(v, batcher, rank, number, err);
         ith_batcher_destroy(batcher);
     }
+    ith_free(train);
+    ith_free(held);
     return status;
 }
 
@@ -273,12 +309,12 @@ static ith_status put_packing(view *v, ith_error *err)
     ith_buf_printf(&v->out,
                    "\nbatching_strategy      steps/epoch  micro-batches  docs each  tokens each  "
                    "filled  if padded%s\n",
-                   v->layout.dp_size > 1 ? "  busiest" : "");
+                   v->layout.world_size > 1 ? "  busiest" : "");
     for (size_t i = 0; i < sizeof strategies / sizeof strategies[0]; i++) {
         ith_batcher_options o = ith_batcher_options_from(&v->config, &v->layout, 0);
         ith_batcher *b = NULL;
         o.strategy = strategies[i].strategy;
-        o.work = work_of(v);
+        deal_like_the_run(v, &o);
         o.carry_over = false;
         o.num_epochs = 1;
         ITH_TRY(ith_batcher_create(&b, v->samples, &o, err));
@@ -289,7 +325,7 @@ static ith_status put_packing(view *v, ith_error *err)
                        o.strategy == v->config.batching_strategy ? "*" : " ", strategies[i].name,
                        r.num_steps, r.num_micro, (double)r.num_docs / micro,
                        (double)r.num_tokens / micro, 100 * r.efficiency, 100 * r.pad_efficiency);
-        if (v->layout.dp_size > 1)
+        if (v->layout.world_size > 1)
             ith_buf_printf(&v->out, "  %7.2f", r.work_dealt / r.work_even);
         ith_buf_putc(&v->out, '\n');
         ith_batcher_destroy(b);
@@ -299,11 +335,11 @@ static ith_status put_packing(view *v, ith_error *err)
                    " tokens. Pad tokens are never computed; the last column says what share of\n"
                    "the computed tokens would be real if they were.\n",
                    v->config.cutoff_len * v->config.micro_batch_size);
-    if (v->layout.dp_size > 1)
+    if (v->layout.world_size > 1)
         ith_buf_printf(&v->out,
-                       "busiest: work of the group of ranks that the others wait for, of %" PRId64
+                       "busiest: work of the rank that the others wait for, of %" PRId64
                        "; 1 is even.\n",
-                       v->layout.dp_size);
+                       v->layout.world_size);
     return ITH_OK;
 }
 
@@ -341,6 +377,7 @@ static ith_status open_view(view *v, bool eval, ith_error *err)
     ith_samples_options o = ith_samples_options_from(c, eval, v->tokenizer, v->chat, v->pool);
     int32_t mask = (int32_t)ith_diffusion_mask(c, &v->hf, v->tokenizer);
     o.media = v->media;
+    v->noise = ith_diffusion_shape(c, &v->hf);
     o.mask_id = ith_is_diffusion(c, &v->hf) ? &mask : NULL; /* as a run opens them */
     v->eval = eval;
     return ith_samples_open(&v->samples, &o, err);
@@ -356,6 +393,8 @@ static ith_status show(view *v, const ith_args *args, ith_error *err)
     if (from >= n)
         return ith_fail(err, ITH_ERR_USAGE,
                         "data: --from %" PRId64 ": there are %" PRId64 " samples", from + 1, n);
+    if (step > 0 || stats)
+        ITH_TRY(find_device(v, err));
     if (step > 0)
         ITH_TRY(put_step(v, step, err));
     else if (!stats || ith_args_given(args, "rows"))

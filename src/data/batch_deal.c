@@ -37,10 +37,10 @@ struct batch_deal_scratch {
     placing cut, whole;
     batch_list other_cut, other_whole; /* a schedule that is tried */
     const batch_list *step;
-    item *items;    /* [max_docs] in the order of the step */
-    int64_t *all;   /* [max_docs] their numbers, most work first */
-    bool *placed;   /* [max_docs] */
-    ranked *ranked; /* [places, or max_docs if there are more] */
+    item *items;       /* [max_docs] in the order of the step */
+    int64_t *all;      /* [max_docs] their numbers, most work first */
+    bool *placed;      /* [max_docs] */
+    ranked *ranked;    /* [places, or max_docs if there are more] */
     double *total;     /* [ranks] work so far */
     int64_t *place_of; /* [ranks] in this round */
 };

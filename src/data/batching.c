@@ -444,6 +444,12 @@ static void sum_step(const ith_batcher *b, ith_batch_step *step)
     }
 }
 
+void ith_batcher_set_work(ith_batcher *b, ith_batch_work work)
+{
+    ITH_ASSERT(b->now.num == 0 && work.linear > 0);
+    b->options.work = b->deal.options.work = work;
+}
+
 bool ith_batcher_next(ith_batcher *b, ith_batch_step *step)
 {
     const ith_batcher_options *o = &b->options;

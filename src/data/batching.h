@@ -142,6 +142,8 @@ ith_batch_limits ith_batcher_limits_bound(const ith_batcher_options *options);
 int64_t ith_batcher_steps_per_epoch(const ith_batcher *batcher);
 int64_t ith_batcher_total_steps(const ith_batcher *batcher);
 
+/* Another one than that of the options, before the first step. */
+void ith_batcher_set_work(ith_batcher *batcher, ith_batch_work work);
 /* Moves to the next step. False at the end of the last epoch. */
 bool ith_batcher_next(ith_batcher *batcher, ith_batch_step *step);
 /* Arrays of micro-batch j of the current step. Fails when the cache is damaged, or an image or

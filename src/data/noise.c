@@ -95,11 +95,11 @@ void ith_noiser_destroy(ith_noiser *n)
 {
     if (!n)
         return;
-    void *parts[] = {n->x0,          n->stands,     n->weights,
-                     n->u,           n->may,        n->hit,
-                     n->stray,       n->out.ids,    n->out.position_ids,
-                     n->out.labels,  n->out.weights, n->out.cu_seqlens,
-                     n->out.noisy,   n->out.sample, n};
+    void *parts[] = {n->x0,         n->stands,      n->weights,
+                     n->u,          n->may,         n->hit,
+                     n->stray,      n->out.ids,     n->out.position_ids,
+                     n->out.labels, n->out.weights, n->out.cu_seqlens,
+                     n->out.noisy,  n->out.sample,  n};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         ith_free(parts[i]);
 }

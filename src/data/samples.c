@@ -41,13 +41,12 @@ static ith_status make_key(ith_samples *s, const ith_samples_options *o, ith_err
         snprintf(s->identity, sizeof s->identity, "%s", o->identity);
     else
         ITH_TRY(ith_dataset_identity(s->dataset, s->identity, err));
-    int n = snprintf(
-             text, sizeof text,
-             "ithaca %s format %d\ntokenizer %s\ntemplate %s\ndata %s\ncutoff_len %" PRId64
-             " split_long %d all_turns %d media %s\n",
-             ITH_VERSION, SAMPLES_FORMAT, ith_tokenizer_hash(o->tokenizer), ith_chat_hash(o->chat),
-             s->identity, o->cutoff_len, o->split_long, o->all_turns,
-             o->media ? ith_media_settings(o->media) : "none");
+    int n = snprintf(text, sizeof text,
+                     "ithaca %s format %d\ntokenizer %s\ntemplate %s\ndata %s\ncutoff_len %" PRId64
+                     " split_long %d all_turns %d media %s\n",
+                     ITH_VERSION, SAMPLES_FORMAT, ith_tokenizer_hash(o->tokenizer),
+                     ith_chat_hash(o->chat), s->identity, o->cutoff_len, o->split_long,
+                     o->all_turns, o->media ? ith_media_settings(o->media) : "none");
     if (o->mask_id)
         snprintf(text + n, sizeof text - (size_t)n, "mask %d\n", *o->mask_id);
     ith_sha256 h;
@@ -334,11 +333,10 @@ ith_status samples_append(ith_samples *s, const int32_t *ids, const float *weigh
 static bool sample_ok(const ith_samples *s, const stored_sample *t)
 {
     if (t->num_tokens <= 0 || t->has_steps < 0 || t->has_steps > 1 || t->has_mask < 0 ||
-        t->has_mask > 1 || t->id_begin < 0 ||
-        t->id_begin > s->num_ids - stored_ids(t) || t->num_runs <= 0 || t->run_begin < 0 ||
-        t->run_begin > s->num_runs - t->num_runs || t->part < 0 ||
-        t->part >= ith_max_i64(s->num_parts, 1) || t->row < 0 || t->cut < 0 || t->num_media < 0 ||
-        t->media_begin < 0 || t->media_begin > s->num_media - t->num_media)
+        t->has_mask > 1 || t->id_begin < 0 || t->id_begin > s->num_ids - stored_ids(t) ||
+        t->num_runs <= 0 || t->run_begin < 0 || t->run_begin > s->num_runs - t->num_runs ||
+        t->part < 0 || t->part >= ith_max_i64(s->num_parts, 1) || t->row < 0 || t->cut < 0 ||
+        t->num_media < 0 || t->media_begin < 0 || t->media_begin > s->num_media - t->num_media)
         return false;
     int64_t labels = 0;
     double sum = 0;

@@ -59,8 +59,7 @@ ith_status ith_vision_buffers_place(ith_vision_buffers *b, const ith_model *m, i
         return ITH_OK;
     int64_t n = ith_max_i64(largest_share(limits, cp), limits.max_whole_patches);
     int64_t segments = ith_max_i64(limits.max_segments, limits.max_whole_segments);
-    int64_t features =
-        features_of(m, ith_max_i64(limits.max_patches, limits.max_whole_patches));
+    int64_t features = features_of(m, ith_max_i64(limits.max_patches, limits.max_whole_patches));
     int64_t width = ith_vision_patch_width(&m->config->vision), size = ith_dtype_bytes(m->dtype);
     ITH_TRY(push(ctx, m->dtype, n, width, &b->pixels));
     ITH_TRY(push(ctx, ITH_I32, n, 4, &b->corners));

@@ -1,7 +1,9 @@
 /* batch_work.c - what a document costs a rank, from the shape of the model. docs/parallel.md has
  * the bytes that it sends. */
-#include "train/diffusion.h"
-#include "train/trainer_internal.h"
+#include "train/batch_work.h"
+
+#include "base/checked.h"
+#include "model/model.h"
 
 /* Elements that the layers exchange for one token of a group of p ranks, each rank its part of p.
  */
@@ -21,34 +23,59 @@ static double exchanged(const ith_hf_config *c, int64_t p)
 }
 
 /* Bytes that the layers of a micro-batch send in ZeRO stages 2 and 3. */
-static double round_bytes(const ith_trainer *t, double element_bytes)
+static double round_bytes(const ith_run_shape *run, double element_bytes)
 {
-    ith_hf_config all = t->hf;
-    int stage = ith_config_zero_stage(t->config);
-    double ranks = (double)ith_world_size(t->mesh);
-    all.num_experts_per_tok = all.num_experts / ith_ep_size(t->mesh);
+    ith_hf_config all = *run->hf;
+    int stage = ith_config_zero_stage(run->config);
+    double ranks = (double)run->layout->world_size;
+    all.num_experts_per_tok = all.num_experts / run->layout->ep_size;
     double weights = ith_config_flops(&all, 1, 0, 0).linear / 6;
     return (ranks - 1) / ranks * weights *
-           (stage >= 3   ? 2 * element_bytes + 4
-            : stage == 2 ? 4
-                         : 0);
+           (stage >= 3                      ? 2 * element_bytes + 4
+            : stage == 2 && !run->sums_once ? 4
+                                            : 0);
 }
 
-ith_batch_work ith_trainer_batch_work(const ith_trainer *t)
+ith_batch_work ith_batch_work_of(const ith_run_shape *run)
 {
-    const ith_hf_config *c = &t->hf;
-    int64_t cp = ith_cp_size(t->mesh);
-    bool diffusion = ith_is_diffusion(t->config, c);
-    double copies = diffusion && t->config->diffusion.complementary ? 2 : 1,
-           rows = diffusion && t->config->diffusion.name != ITH_DIFFUSION_RANDOM_MASK ? 2 * copies
-                                                                                      : copies;
+    const ith_hf_config *c = run->hf;
+    int64_t cp = run->layout->cp_size;
+    if (c->hidden_size == 0)
+        return (ith_batch_work){.linear = 1};
+    double copies = run->noise && run->noise->complementary ? 2 : 1,
+           rows = run->noise && run->noise->blocks ? 2 * copies : copies,
+           pairs = run->noise ? copies : 0.5;
     double labels =
-        (double)ith_samples_num_labels(t->samples) / (double)ith_samples_num_tokens(t->samples);
-    double bytes = ith_config_param_dtype(t->config) == ITH_DTYPE_F32 ? 4 : 2;
-    double worth = ith_flop_per_byte(t->session.ctx.device);
+        (double)ith_samples_num_labels(run->samples) / (double)ith_samples_num_tokens(run->samples);
+    double bytes = ith_config_param_dtype(run->config) == ITH_DTYPE_F32 ? 4 : 2;
+    double worth = run->flop_per_byte;
     return (ith_batch_work){.linear = ith_config_flops(c, rows, 0, labels).total,
-                            .quadratic =
-                                ith_config_flops(c, 0, diffusion ? copies : 0.5, 0).total,
+                            .quadratic = ith_config_flops(c, 0, pairs, 0).total,
                             .exchange = cp == 1 ? 0 : rows * exchanged(c, cp) * bytes * worth,
-                            .round = t->mesh ? round_bytes(t, bytes) * worth : 0};
+                            .round = round_bytes(run, bytes) * worth};
+}
+
+double ith_aux_coef(const ith_config *config, const ith_hf_config *hf)
+{
+    if (ith_config_is_set(config, "router_aux_loss_coef"))
+        return config->router_aux_loss_coef;
+    return hf->output_router_logits ? hf->router_aux_loss_coef : 0;
+}
+
+bool ith_keeps_micro_batches(const ith_config *config, const ith_hf_config *hf)
+{
+    return ith_aux_coef(config, hf) > 0 || (hf->family == ITH_FAMILY_LLADA2 &&
+                                            config->diffusion.normalizer == ITH_NORM_MICRO_BATCH);
+}
+
+void ith_deal_options(const ith_run_shape *run, bool training, ith_batcher_options *out)
+{
+    out->cp_size = run->layout->cp_size;
+    out->work = ith_batch_work_of(run);
+    out->whole = out->cp_size > 1 ? run->config->cp_whole_documents : ITH_CP_WHOLE_NEVER;
+    out->keep_together = training && ith_keeps_micro_batches(run->config, run->hf);
+    if (run->noise) {
+        out->padded = ith_noise_padded;
+        out->padded_arg = run->noise;
+    }
 }

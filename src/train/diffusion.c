@@ -59,28 +59,33 @@ static ith_status find_mask(const ith_config *config, const ith_hf_config *hf,
     return ITH_OK;
 }
 
-ith_status ith_diffusion_options(const ith_config *config, const ith_hf_config *hf,
-                                 const ith_tokenizer *tokenizer, ith_noise_options *out,
-                                 ith_error *err)
+ith_noise_options ith_diffusion_shape(const ith_config *config, const ith_hf_config *hf)
 {
     const ith_diffusion_config *d = &config->diffusion;
     _Static_assert((int)ITH_END_FULL == (int)ITH_PAD_FULL &&
                        (int)ITH_END_BLOCK == (int)ITH_PAD_BLOCK &&
                        (int)ITH_LOSS_INVERSE == (int)ITH_WEIGHT_INVERSE,
                    "config and noise name the same things");
-    ith_noise_options o = {.blocks = d->name != ITH_DIFFUSION_RANDOM_MASK,
-                           .block_size = d->block_size,
-                           .low = d->noise_range_low,
-                           .high = d->noise_range_high,
-                           .complementary = d->complementary,
-                           .random = d->random_tokens,
-                           .vocab_size = hf->vocab_size,
-                           .same_token = d->same_token_labels,
-                           .weight = (ith_noise_weight)d->loss_weight,
-                           .padding = (ith_noise_padding)d->padding,
-                           .full_len = config->cutoff_len,
-                           .per_micro_batch = d->normalizer == ITH_NORM_MICRO_BATCH,
-                           .seed = (uint64_t)config->seed};
+    return (ith_noise_options){.blocks = d->name != ITH_DIFFUSION_RANDOM_MASK,
+                               .block_size = d->block_size,
+                               .low = d->noise_range_low,
+                               .high = d->noise_range_high,
+                               .complementary = d->complementary,
+                               .random = d->random_tokens,
+                               .vocab_size = hf->vocab_size,
+                               .same_token = d->same_token_labels,
+                               .weight = (ith_noise_weight)d->loss_weight,
+                               .padding = (ith_noise_padding)d->padding,
+                               .full_len = config->cutoff_len,
+                               .per_micro_batch = d->normalizer == ITH_NORM_MICRO_BATCH,
+                               .seed = (uint64_t)config->seed};
+}
+
+ith_status ith_diffusion_options(const ith_config *config, const ith_hf_config *hf,
+                                 const ith_tokenizer *tokenizer, ith_noise_options *out,
+                                 ith_error *err)
+{
+    ith_noise_options o = ith_diffusion_shape(config, hf);
     ITH_TRY(find_mask(config, hf, tokenizer, &o.mask_id, err));
     int64_t end = ith_tokenizer_eos(tokenizer);
     if (end < 0 && hf->num_eos_token_ids)

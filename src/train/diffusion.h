@@ -13,7 +13,9 @@ ith_status ith_diffusion_check(const ith_config *config, const ith_hf_config *hf
 /* The mask token: from the config, config.json, or the tokenizer. -1: none names one. */
 int64_t ith_diffusion_mask(const ith_config *config, const ith_hf_config *hf,
                            const ith_tokenizer *tokenizer);
-/* Options of the noise; the mask token is told. */
+/* Options of the noise but for the ids of tokens. */
+ith_noise_options ith_diffusion_shape(const ith_config *config, const ith_hf_config *hf);
+/* All of them; the mask token is told. */
 ith_status ith_diffusion_options(const ith_config *config, const ith_hf_config *hf,
                                  const ith_tokenizer *tokenizer, ith_noise_options *out,
                                  ith_error *err);

@@ -277,6 +277,8 @@ static ith_status count_whole(ith_step *s)
     bind_batch(s, tokens, tokens, c->max_docs, ith_min_i64(tokens, slice_labels(c)),
                ith_min_i64(tokens, c->max_doc_tokens), NULL);
     ith_status status = walk_micro(s, c->training);
+    if (status == ITH_OK && c->training && c->evaluates)
+        status = walk_micro(s, false);
     set_whole(s, false);
     return status;
 }
@@ -712,6 +714,7 @@ ith_status ith_step_eval(ith_step *step, const ith_micro_batch *batch, double *l
     ITH_TRY(upload(step, batch, 1.0));
     ITH_TRY(ith_zero(step->ctx, step->loss_sum));
     ITH_TRY(walk_micro(step, false));
+    set_whole(step, false);
     ITH_TRY(d->download(d, &sum, step->loss_sum.data, sizeof sum, step->ctx->err));
     ITH_TRY(d->sync(d, step->ctx->err));
     ITH_TRY(ith_zero(step->ctx, step->loss_sum));

@@ -201,14 +201,12 @@ static ith_status weight_of_step(run *r, const ith_batch_step *bs, double *out, 
         return ITH_OK;
     ITH_TRY(ith_trainer_agree(t, count_micro(r, bs, err), err));
     if (t->mesh)
-        ITH_TRY(alone(
-            t,
-            ith_comm_all_reduce(t->mesh->world, &r->num_micro, 1, ITH_I64, ITH_REDUCE_SUM, err)));
+        ITH_TRY(alone(t, ith_comm_all_reduce(t->mesh->world, &r->num_micro, 1, ITH_I64,
+                                             ITH_REDUCE_SUM, err)));
     ITH_TRY(ith_trainer_agree(t, noisy_weight(r, bs, out, err), err));
-    return !t->mesh
-               ? ITH_OK
-               : alone(t,
-                       ith_comm_all_reduce(t->mesh->world, out, 1, ITH_F64, ITH_REDUCE_SUM, err));
+    return !t->mesh ? ITH_OK
+                    : alone(t, ith_comm_all_reduce(t->mesh->world, out, 1, ITH_F64, ITH_REDUCE_SUM,
+                                                   err));
 }
 
 static ith_status micro_batches(run *r, const ith_batch_step *bs, totals *mine, ith_error *err)

@@ -41,9 +41,6 @@ static inline ith_comm *ith_trainer_ranks(const ith_trainer *t)
  * runs go. */
 ith_status ith_trainer_open_output(const ith_trainer *t, ith_error *err);
 
-/* Of this rank's documents; samples are open. */
-ith_batch_work ith_trainer_batch_work(const ith_trainer *t);
-
 /* Weights from the model directory. */
 ith_status ith_trainer_load_weights(ith_trainer *t, ith_error *err);
 /* OUTPUT_DIR/checkpoint-<step>, atomically. Of all ranks, like ith_trainer_export: each writes what

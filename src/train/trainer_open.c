@@ -10,6 +10,7 @@
 #include "checkpoint/model_dir.h"
 #include "checkpoint/train_state.h"
 #include "model/media_open.h"
+#include "train/batch_work.h"
 #include "train/diffusion.h"
 #include "train/trainer_internal.h"
 
@@ -136,37 +137,31 @@ static void own_rows(const void *arg, int64_t tokens, int64_t ranges[4])
     }
 }
 
+static ith_run_shape shape_of(const ith_trainer *t)
+{
+    return (ith_run_shape){.config = t->config,
+                           .layout = &t->layout,
+                           .hf = &t->hf,
+                           .samples = t->samples,
+                           .noise = ith_is_diffusion(t->config, &t->hf) ? &t->noise : NULL,
+                           .flop_per_byte = ith_flop_per_byte(t->session.ctx.device)};
+}
+
 /* A cp group shares micro-batches, and reads and encodes each image once. Of a diffusion model the
  * rows are made where the noise is. */
-static void share_ranks(const ith_trainer *t, ith_batcher_options *o)
+static void share_ranks(const ith_trainer *t, bool training, ith_batcher_options *o)
 {
-    o->cp_rank = t->mesh ? t->mesh->cp_rank : 0;
-    o->cp_size = ith_cp_size(t->mesh);
-    if (ith_is_diffusion(t->config, &t->hf)) {
+    ith_run_shape shape = shape_of(t);
+    ith_deal_options(&shape, training, o);
+    o->cp_rank = o->media_rank = t->mesh ? t->mesh->cp_rank : 0;
+    o->media_ranks = o->cp_size;
+    o->media = t->media;
+    if (shape.noise) {
         o->no_rows = true;
-        o->padded = ith_noise_padded;
-        o->padded_arg = &t->noise;
     } else if (o->cp_size > 1) {
         o->own_rows = own_rows;
         o->own_arg = t->mesh;
     }
-    o->media_rank = t->mesh ? t->mesh->cp_rank : 0;
-    o->media_ranks = ith_cp_size(t->mesh);
-}
-
-/* Of the load balancing loss; 0: none. */
-static double aux_coef(const ith_trainer *t)
-{
-    if (ith_config_is_set(t->config, "router_aux_loss_coef"))
-        return t->config->router_aux_loss_coef;
-    return t->hf.output_router_logits ? t->hf.router_aux_loss_coef : 0;
-}
-
-/* Whether a mean is taken over each micro-batch: what is in one must not depend on ranks. */
-static bool keeps_micro_batches(const ith_trainer *t)
-{
-    return aux_coef(t) > 0 || (ith_is_diffusion(t->config, &t->hf) &&
-                               t->config->diffusion.normalizer == ITH_NORM_MICRO_BATCH);
 }
 
 static ith_status check_whole(const ith_trainer *t, ith_error *err)
@@ -240,23 +235,17 @@ static ith_status open_data(ith_trainer *t, const shared_data *shared, ith_error
         ITH_TRY(check_ids(t, t->eval_samples, c->eval_dataset, err));
     int64_t dp_rank = t->mesh ? t->mesh->dp_rank : 0;
     ith_batcher_options b = ith_batcher_options_from(c, &t->layout, dp_rank);
-    b.work = ith_trainer_batch_work(t);
-    b.whole = t->layout.cp_size > 1 ? c->cp_whole_documents : ITH_CP_WHOLE_NEVER;
-    b.keep_together = keeps_micro_batches(t);
     b.subset = t->train_subset;
     b.num_subset = num_train;
-    b.media = t->media;
     b.pool = pool;
-    share_ranks(t, &b);
+    share_ranks(t, true, &b);
     ITH_TRY(ith_batcher_create(&t->batcher, t->samples, &b, err));
     if (t->eval_samples) {
         b = ith_batcher_eval_options(c, &t->layout, dp_rank);
-        b.work = ith_trainer_batch_work(t);
         b.subset = t->eval_subset;
         b.num_subset = num_eval;
-        b.media = t->media;
         b.pool = pool;
-        share_ranks(t, &b);
+        share_ranks(t, false, &b);
         ITH_TRY(ith_batcher_create(&t->eval_batcher, t->eval_samples, &b, err));
         ITH_TRY(ith_batcher_save(t->eval_batcher, &t->eval_start, err));
     }
@@ -274,18 +263,18 @@ static ith_batch_limits clean_limits(const ith_trainer *t)
     ith_batch_limits a = ith_batcher_limits(t->batcher), e = {0};
     if (t->eval_batcher)
         e = ith_batcher_limits(t->eval_batcher);
-    return (ith_batch_limits){.max_tokens = ith_max_i64(a.max_tokens, e.max_tokens),
-                              .max_docs = ith_max_i64(a.max_docs, e.max_docs),
-                              .max_labels = ith_max_i64(a.max_labels, e.max_labels),
-                              .max_doc_tokens = ith_max_i64(a.max_doc_tokens, e.max_doc_tokens),
-                              .max_whole_tokens = a.max_whole_tokens,
-                              .max_micro = ith_max_i64(a.max_micro, e.max_micro),
-                              .max_patches = ith_max_i64(a.max_patches, e.max_patches),
-                              .max_segments = ith_max_i64(a.max_segments, e.max_segments),
-                              .max_segment_patches =
-                                  ith_max_i64(a.max_segment_patches, e.max_segment_patches),
-                              .max_whole_patches = a.max_whole_patches,
-                              .max_whole_segments = a.max_whole_segments};
+    return (ith_batch_limits){
+        .max_tokens = ith_max_i64(a.max_tokens, e.max_tokens),
+        .max_docs = ith_max_i64(a.max_docs, e.max_docs),
+        .max_labels = ith_max_i64(a.max_labels, e.max_labels),
+        .max_doc_tokens = ith_max_i64(a.max_doc_tokens, e.max_doc_tokens),
+        .max_whole_tokens = ith_max_i64(a.max_whole_tokens, e.max_whole_tokens),
+        .max_micro = ith_max_i64(a.max_micro, e.max_micro),
+        .max_patches = ith_max_i64(a.max_patches, e.max_patches),
+        .max_segments = ith_max_i64(a.max_segments, e.max_segments),
+        .max_segment_patches = ith_max_i64(a.max_segment_patches, e.max_segment_patches),
+        .max_whole_patches = ith_max_i64(a.max_whole_patches, e.max_whole_patches),
+        .max_whole_segments = ith_max_i64(a.max_whole_segments, e.max_whole_segments)};
 }
 
 static ith_status open_noise(ith_trainer *t, const ith_trainer_hooks *hooks, ith_error *err)
@@ -395,7 +384,7 @@ static ith_status open_step(ith_trainer *t, ith_batch_limits batch, bool plan_on
          i++) /* data-parallel ranks have different batches, and one plan */
         ITH_TRY(ith_mesh_max(t->mesh, limits[i], err));
     ITH_TRY(ith_trainer_agree(t, create_model(t, &s, dtype, err), err));
-    t->model->aux_coef = (float)aux_coef(t);
+    t->model->aux_coef = (float)ith_aux_coef(t->config, &t->hf);
     t->session.ctx.deterministic = t->config->full_determinism;
     return ith_step_create(&t->step, t->model, &t->session.ctx, &s, plan_only);
 }
@@ -568,7 +557,8 @@ static void say_planned(const ith_trainer *t, const ith_trainer_hooks *hooks)
     int64_t tokens = ith_batcher_limits(t->batcher).max_whole_tokens;
     if (tokens)
         ith_trainer_say(hooks, "%s of up to %lld tokens stay whole on one rank%s",
-                        keeps_micro_batches(t) ? "micro-batches" : "documents", (long long)tokens,
+                        ith_keeps_micro_batches(t->config, &t->hf) ? "micro-batches" : "documents",
+                        (long long)tokens,
                         t->config->cp_whole_documents == ITH_CP_WHOLE_AUTO
                             ? " where that makes a step shorter"
                             : "");
@@ -656,6 +646,11 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
     ITH_TRY_OUT(ith_trainer_agree(t, open_noise(t, hooks, err), err));
     ith_batch_limits limits = t->noiser ? ith_noiser_limits(t->noiser) : clean_limits(t);
     ITH_TRY_OUT(ith_trainer_agree(t, open_step(t, limits, plan_only, err), err));
+    if (t->model->zero_stage < ith_config_zero_stage(config)) {
+        ith_run_shape shape = shape_of(t);
+        shape.sums_once = true;
+        ith_batcher_set_work(t->batcher, ith_batch_work_of(&shape));
+    }
     say_planned(t, hooks);
     bool shares = t->layout.cp_size > 1 && t->hf.linear_num_value_heads > 0;
     if (!shares && ith_config_is_set(config, "linear_cp_mode"))

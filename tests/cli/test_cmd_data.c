@@ -61,6 +61,17 @@ static void test_data_shows_a_step_document_by_document(void **state)
     assert_has(&run.out, "=== step 1, group 1 of 2, micro-batch 1 of 1: 1 documents, ");
     assert_has(&run.out, "=== step 1, group 2 of 2, micro-batch 1 of 1: 1 documents, ");
     program_run_deinit(&run);
+    const char *const shared[] = {"data",      config,
+                                  "--step=1",  "batching_strategy=packing",
+                                  "cp_size=2", "cp_whole_documents=always",
+                                  NULL};
+    run = run_program(shared, "NO_COLOR=1");
+    if (run.code != 0)
+        fail_msg("exit %d: %s", run.code, run.err.data);
+    assert_has(&run.out, "=== step 1, rank 1 of 2, micro-batch 1 of 1: 1 documents, ");
+    assert_has(&run.out, "=== step 1, rank 2 of 2, micro-batch 1 of 1: 1 documents, ");
+    assert_has_not(&run.out, "=== step 1, micro-batch");
+    program_run_deinit(&run);
     run = run_data("--stats", "ranks=2");
     assert_has(&run.out, "if padded  busiest\n");
     program_run_deinit(&run);

@@ -4,7 +4,7 @@
  * and by states; borders of documents lie on and inside the slices, some ranks have no label,
  * images are in several documents. `test_families all` makes every layout instead of some, twice:
  * the second run has the same bits. `device=cuda` runs on GPUs, which ITH_SHARE_GPU lets ranks
- * share. */
+ * share; `only=test_whole*` runs some. */
 #include "testing.h"
 
 #include <math.h>
@@ -1030,6 +1030,8 @@ int main(int argc, char **argv)
     ith_use_device device = ITH_USE_CPU;
     for (int i = 1; i < argc; i++) {
         thorough |= strcmp(argv[i], "all") == 0;
+        if (strncmp(argv[i], "only=", 5) == 0)
+            cmocka_set_test_filter(argv[i] + 5);
         device = strcmp(argv[i], "device=cuda") == 0 ? ITH_USE_CUDA : device;
     }
     ith_status status = ith_comm_open_world(&world, 120, &err);

@@ -1,6 +1,6 @@
 /* Goal: ranks that share micro-batches with images read their own rows and pictures only, and get
- * there what one rank gets; a document that stays whole is read whole by its rank. Method: rows with
- * none to two images, tokenized into a cache, dealt to one rank and to three. */
+ * there what one rank gets; a document that stays whole is read whole by its rank. Method: rows
+ * with none to two images, tokenized into a cache, dealt to one rank and to three. */
 #include "testing.h"
 
 #include "base/checked.h"
@@ -81,10 +81,15 @@ static int set_up(void **state)
         put_text(processors[i], "{\"patch_size\": 4, \"temporal_patch_size\": 2, \"merge_size\": 2,"
                                 " \"min_pixels\": 64, \"max_pixels\": 4096}");
     put("a.png", png_alpha, sizeof png_alpha);
-    put_text("rows.jsonl", ROW(IMAGE "," TEXT("what"), "a picture") "" ROW(TEXT("of"), "a") ""
-             ROW(IMAGE "," TEXT("and") "," IMAGE, "a picture and a picture") ""
-             ROW(TEXT("a picture of a picture of a picture"), "of a picture") ""
-             ROW(IMAGE, "of") "" ROW(TEXT("and") "," IMAGE, "a picture of a picture"));
+    put_text(
+        "rows.jsonl",
+        ROW(IMAGE "," TEXT("what"), "a picture") "" ROW(TEXT("of"), "a") "" ROW(
+            IMAGE "," TEXT("and") "," IMAGE,
+            "a picture and a picture") "" ROW(TEXT("a picture of a picture of a picture"),
+                                              "of a picture") "" ROW(IMAGE,
+                                                                     "of") "" ROW(TEXT("and") "," IMAGE,
+                                                                                  "a picture of a "
+                                                                                  "picture"));
     ith_media_options o = {.model_dir = dir,
                            .tokenizer = tokenizer,
                            .tokens = {ith_tokenizer_find(tokenizer, "<|image_pad|>"),
@@ -263,12 +268,11 @@ static void test_whole_documents_have_their_pictures(void **state)
             ith_sample s = mb.num_docs ? ith_samples_get(samples, mb.sample[0]) : (ith_sample){0};
             if (s.num_media) { /* all pictures are the same */
                 assert_int_equal(ith_grid_patches(s.media[0].grid), 8);
-                assert_ok(ith_media_load(media, s.media,
-                                         ith_samples_media_path(samples, s.media), pixels, &err),
+                assert_ok(ith_media_load(media, s.media, ith_samples_media_path(samples, s.media),
+                                         pixels, &err),
                           err);
                 for (int64_t i = 0; i < mb.num_grids; i++)
-                    assert_memory_equal(mb.pixels + i * 8 * width, pixels,
-                                        (size_t)(8 * width) * 4);
+                    assert_memory_equal(mb.pixels + i * 8 * width, pixels, (size_t)(8 * width) * 4);
             }
             free(pixels);
         }

@@ -89,8 +89,10 @@ static ith_noise_options options(void)
     return o;
 }
 
-static const ith_batch_limits limits = { /* at most 4 tokens follow */
-    .max_tokens = MAX_DOCS * (MAX_LEN + 4), .max_docs = MAX_DOCS, .max_doc_tokens = MAX_LEN + 4};
+static const ith_batch_limits limits = {/* at most 4 tokens follow */
+                                        .max_tokens = MAX_DOCS * (MAX_LEN + 4),
+                                        .max_docs = MAX_DOCS,
+                                        .max_doc_tokens = MAX_LEN + 4};
 
 static ith_noiser *open_noiser(const ith_noise_options *o)
 {

@@ -229,8 +229,8 @@ static void test_noise_of_a_trajectory_is_a_pair_of_its_states(void **state)
     ith_samples_close(s);
 }
 
-/* A token that is the mask in the data counts as masked, and its sample is marked for it: also for a
- * rank that has none of the rows. */
+/* A token that is the mask in the data counts as masked, and its sample is marked for it: also for
+ * a rank that has none of the rows. */
 static void test_masks_of_the_data_are_known(void **state)
 {
     (void)state;
