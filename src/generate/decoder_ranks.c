@@ -40,6 +40,23 @@ static ith_status choose_scheme(ith_mesh *mesh, const ith_model *model, ith_ring
     return ITH_OK;
 }
 
+/* Ranks exchange between their GPUs, or between CPUs. */
+static ith_status open_links(ith_mesh *mesh, ith_session *session, bool beside)
+{
+    ith_error *err = session->ctx.err;
+    int64_t any = session->cuda;
+    ITH_TRY(ith_mesh_max(mesh, &any, err));
+    ITH_TRY(ith_mesh_agree(mesh,
+                           any == session->cuda
+                               ? ITH_OK
+                               : ith_fail(err, ITH_ERR_USAGE,
+                                          "no GPU here, others of the %lld ranks have one (use "
+                                          "--device cpu)",
+                                          (long long)mesh->world_size),
+                           err));
+    return any ? ith_mesh_open_device(mesh, session->ctx.device, beside, err) : ITH_OK;
+}
+
 ith_status ith_decoder_ranks_open(ith_decoder_ranks *r, ith_model *model, ith_session *session,
                                   const ith_ranks_options *o)
 {
@@ -48,14 +65,11 @@ ith_status ith_decoder_ranks_open(ith_decoder_ranks *r, ith_model *model, ith_se
     bool cut = o->cut_weights && o->world && o->world->size > 1;
     if (!o->world || (!cut && cp_size == 1))
         return ITH_OK;
-    if (session->cuda)
-        return ith_fail(err, ITH_ERR_UNSUPPORTED,
-                        "ranks that share weights or prompts are for CPUs so far (whole ones, or "
-                        "--device cpu)");
     ITH_TRY(check_sizes(model->config, o, ep_size, cp_size, err));
     ITH_TRY(ith_mesh_open(&r->mesh, o->world, cp_size, err));
     ITH_TRY(ith_mesh_set_experts(&r->mesh, ep_size, err));
     ITH_TRY(choose_scheme(&r->mesh, model, o->cp_mode, session->cuda, err));
+    ITH_TRY(open_links(&r->mesh, session, cut));
     ITH_TRY(
         ith_mesh_agree(&r->mesh, ith_model_cut(model, &r->mesh, cut ? 3 : 0, &r->shard, err), err));
     r->alone = ith_mesh_alone(&r->mesh);
