@@ -193,4 +193,16 @@ row '<image>?' '["no/such/folder/wide.png"]' >"$dir/elsewhere/far.jsonl"
 # LlamaFactory's limit comes before the processor's: 64 x 32 becomes 45 x 22, and that 32 x 32
 "$ithaca" data "$dir/empty.yaml" "${keys[@]}" "train_dataset=$dir/elsewhere/far.jsonl" "media_dir=$dir/pictures" image_max_pixels=1024 >"$dir/shown" 2>&1
 grep -q "wide.png: 2 x 2 patches, 1 token" "$dir/shown" || fail "image_max_pixels: $(grep image "$dir/shown")"
+# A screen of 1920 x 1080 under the published limits: 2040 tokens, 576 where LlamaFactory's limit comes before; text that
+# is cut ends before a picture, never inside of it, so that nothing is left to train here.
+cp -r "$dir/m" "$dir/large"
+sed -i 's/"longest_edge": 65536/"longest_edge": 16777216/; s/"shortest_edge": 1024/"shortest_edge": 65536/' "$dir/large/preprocessor_config.json"
+base64 -d >"$dir/pictures/screen.png" <<<"iVBORw0KGgoAAAANSUhEUgAAB4AAAAQ4AQAAAADAqPzuAAABE0lEQVR42u3BAQ0AAADCoPdPbQ8HFAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAwKcB+OUAAfzhj/4AAAAASUVORK5CYII="
+row '<image>?' '["pictures/screen.png"]' >"$dir/screen.jsonl"
+screen() { "$ithaca" data "$dir/empty.yaml" "model=$dir/large" "train_dataset=$dir/screen.jsonl" "$@" >"$dir/shown" 2>&1; }
+screen cutoff_len=4096 && grep -q "screen.png: 68 x 120 patches, 2040 tokens" "$dir/shown" || fail "screen: $(grep image "$dir/shown")"
+screen cutoff_len=4096 image_max_pixels=589824 && grep -q "screen.png: 36 x 64 patches, 576 tokens" "$dir/shown" ||
+    fail "screen with image_max_pixels: $(grep image "$dir/shown")"
+if screen cutoff_len=1024; then fail "a picture was cut: $(tail -n 1 "$dir/shown")"; fi
+grep -q "^error: .*1 of 1 sample dropped: no trainable token within cutoff_len" "$dir/shown" || fail "cut screen: $(tail -n 1 "$dir/shown")"
 echo ok

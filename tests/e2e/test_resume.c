@@ -82,6 +82,8 @@ typedef struct {
 
 static const resume_case cases[] = {
     {"plain", "dense", "num_train_epochs: 2\nglobal_batch_size: 4\nmicro_batch_size: 2\n", 4, 12},
+    {"later_epoch", "dense", "num_train_epochs: 3\nglobal_batch_size: 4\nmicro_batch_size: 2\n", 9,
+     18},
     {"eval_split", "dense",
      "num_train_epochs: 2\nglobal_batch_size: 4\neval_split_ratio: 0.2\neval_strategy: steps\n"
      "eval_steps: 2\nlogging_steps: 3\n",

@@ -442,6 +442,39 @@ static void test_weights_and_their_part_of_c(void **state)
     ith_noiser_destroy(n);
 }
 
+/* Four answer tokens, a share of 0.8, two of them masked with losses 1 and 3 (cases S79): the mean
+ * over masked tokens, and the one over answer tokens with weights 1/share. */
+static void test_denominators_by_hand(void **state)
+{
+    (void)state;
+    static const struct {
+        ith_noise_weight weight;
+        double loss;
+    } cases[] = {{ITH_WEIGHT_ONE, 2.0}, {ITH_WEIGHT_INVERSE, 1.25}};
+    for (int i = 0; i < 2; i++) {
+        ith_noise_options o = options();
+        o.low = o.high = 0.8;
+        o.weight = cases[i].weight;
+        ith_noiser *n = open_noiser(&o);
+        clean_batch c;
+        ith_micro_batch b = {0};
+        clean_begin(&c);
+        clean_add(&c, 9, 5, 0);
+        for (int64_t epoch = 0; epoch < 200 && b.num_labels != 2; epoch++)
+            apply(n, &c, epoch, 1, &b);
+        assert_int_equal(b.num_labels, 2);
+        double sum = 0, loss = 1;
+        for (int64_t t = 0; t < b.num_tokens; t++)
+            if (b.labels[t] >= 0) {
+                sum += loss * (double)b.weights[t];
+                loss = 3;
+            }
+        check_sum("loss", sum / b.weight_sum, cases[i].loss);
+        clean_end(&c);
+        ith_noiser_destroy(n);
+    }
+}
+
 static void test_nothing_masked_is_an_empty_batch(void **state)
 {
     (void)state;
@@ -593,6 +626,7 @@ int main(void)
         cmocka_unit_test(test_padding_trains_what_it_says),
         cmocka_unit_test(test_complement_masks_every_answer_token_once),
         cmocka_unit_test(test_weights_and_their_part_of_c),
+        cmocka_unit_test(test_denominators_by_hand),
         cmocka_unit_test(test_nothing_masked_is_an_empty_batch),
         cmocka_unit_test(test_limits_hold_for_every_option),
         cmocka_unit_test(test_ranks_read_the_ids_of_their_rows),
