@@ -101,6 +101,24 @@ ith_decoder_options ith_answering_decoder(const ith_answering *a, const ith_args
                                  .max_append = max_append};
 }
 
+ith_ranks_options ith_answering_ranks(const ith_args *args, ith_comm *world, int64_t cp_size)
+{
+    static const ith_ring_wish wishes[] = {ITH_RING_AUTO, ITH_RING_NEVER, ITH_RING_ONLY,
+                                           ITH_RING_MIXED};
+    return (ith_ranks_options){.world = world,
+                               .cut_weights = ith_args_flag(args, "cut-weights"),
+                               .ep_size = ith_args_int(args, "ep-size"),
+                               .cp_size = cp_size,
+                               .cp_mode = wishes[ith_args_word(args, "cp-mode")]};
+}
+
+ith_status ith_answering_check_ranks(const ith_args *args, const char *command, ith_error *err)
+{
+    return ith_args_given(args, "ep-size") && !ith_args_flag(args, "cut-weights")
+               ? ith_fail(err, ITH_ERR_USAGE, "%s: --ep-size goes with --cut-weights", command)
+               : ITH_OK;
+}
+
 ith_status ith_add_message(json_t *messages, const char *role, const char *text, int64_t len,
                            ith_error *err)
 {

@@ -9,6 +9,20 @@
 #include "tokenizer/chat.h"
 
 /* Rows for option tables. */
+#define ITH_RANK_OPTIONS                                                                           \
+    {.name = "cut-weights",                                                                        \
+     .type = ITH_OPTION_FLAG,                                                                      \
+     .help = "Several ranks: cut the weights among them, gather layer by layer."},                 \
+        {.name = "ep-size",                                                                        \
+         .type = ITH_OPTION_INT,                                                                   \
+         .default_text = "1",                                                                      \
+         .help = "With --cut-weights: ranks that share the experts of a layer.",                   \
+         .min = 1,                                                                                 \
+         .max = 4096},                                                                             \
+    {                                                                                              \
+        .name = "cp-mode", .type = ITH_OPTION_WORD, .default_text = "auto",                        \
+        .help = "How ranks share a prompt, as in training.", .words = "auto ulysses ring hybrid"   \
+    }
 #define ITH_ANSWERING_OPTIONS                                                                      \
     {.name = "max-new-tokens",                                                                     \
      .letter = 'n',                                                                                \
@@ -110,6 +124,9 @@ typedef struct {
 ith_status ith_answering_open(ith_answering *a, const char *model_dir, const ith_args *args,
                               ith_error *err);
 void ith_answering_close(ith_answering *a);
+/* What the options say of these ranks, cp_size of which share a prompt. check: before. */
+ith_ranks_options ith_answering_ranks(const ith_args *args, ith_comm *world, int64_t cp_size);
+ith_status ith_answering_check_ranks(const ith_args *args, const char *command, ith_error *err);
 ith_decoder_options ith_answering_decoder(const ith_answering *a, const ith_args *args,
                                           int64_t batch, int64_t capacity, int64_t max_append);
 /* {role, content} appended to an array of messages. */

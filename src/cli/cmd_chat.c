@@ -1,18 +1,23 @@
 /* cmd_chat.c - `ithaca chat`: a conversation in the terminal. The cache keeps what two turns have
- * in common; a diffusion model reads its prompt anew, in one forward. */
+ * in common; a diffusion model reads its prompt anew, in one forward. Several ranks share the one
+ * conversation: rank 0 reads and writes, all do the same; they read every prompt anew, too. */
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "base/json.h"
+#include "base/log.h"
 #include "cli/block_answering.h"
 #include "cli/commands.h"
+#include "cli/launch.h"
 #include "cli/terminal.h"
 
 /* Tokens of one append with images: the tower's memory is planned for as many. */
 #define MAX_MEDIA_APPEND 4096
+#define CHAT_TIMEOUT_S 604800 /* of the person who types */
 
 typedef struct {
+    ith_comm *world;
     ith_answering a;
     ith_decoder d;
     bool blocks; /* a diffusion model: bd in place of d */
@@ -101,7 +106,7 @@ static ith_status keep_common(conversation *c, const ith_ids *prompt, int64_t *o
     if (c->a.media)
         ITH_TRY(ith_media_cut(ith_media_ids(c->a.media), prompt->ids, prompt->count, 0, same,
                               c->media.items, c->media.count, &same, &num, err));
-    same = ith_decoder_truncate(&c->d, 0, same);
+    same = ith_decoder_truncate(&c->d, 0, c->world->size > 1 ? 0 : same);
     c->cached.count = same;
     c->cached_media = same ? num : 0;
     *out = same;
@@ -143,6 +148,7 @@ static ith_status answer_turn(conversation *c, ith_buf *answer, ith_error *err)
         int64_t before = answer->len;
         ITH_TRY(ith_sampler_next(&c->sampler, &c->a.sampling, c->d.host_logits, c->cached.ids,
                                  c->cached.count, (uint64_t)c->turns, &id, err));
+        ITH_TRY(ith_decoder_ranks_tell(&c->d.ranks, &id, sizeof id, err));
         if (stops(&c->a, id))
             break;
         ITH_TRY(ith_token_stream_push(&stream, id, answer, err));
@@ -238,6 +244,7 @@ static ith_status take_image(conversation *c, const char *path, ith_error *err)
     ith_status status =
         c->a.media ? ith_add_media_message(&c->a, messages, "", 0, one, NULL, &looked, &why)
                    : ith_fail(&why, ITH_ERR_USAGE, "%s reads text only", c->a.hf.model_type);
+    status = ith_comm_agree(c->world, status, &why);
     if (status == ITH_OK)
         printf("(%s comes with the next message)\n", path);
     else
@@ -247,11 +254,31 @@ static ith_status take_image(conversation *c, const char *path, ith_error *err)
     return status == ITH_OK ? add_image(c, path, err) : ITH_OK;
 }
 
+/* The next line, without its end, to all ranks; *len < 0: there is none. */
+static ith_status read_line(conversation *c, ith_buf *line, int64_t *len, ith_error *err)
+{
+    char *got = NULL;
+    size_t cap = 0;
+    ith_buf_clear(line);
+    if (c->world->rank == 0) {
+        *len = getline(&got, &cap, stdin);
+        while (*len > 0 && (got[*len - 1] == '\n' || got[*len - 1] == '\r'))
+            --*len;
+        ith_buf_append(line, got, ith_max_i64(*len, 0));
+        free(got); /* check_layers: allow, getline took it */
+    }
+    ITH_TRY(ith_comm_broadcast(c->world, len, sizeof *len, 0, err));
+    while (line->len < *len && ith_buf_check(line, "a message", err) == ITH_OK)
+        ith_buf_putc(line, ' ');
+    ITH_TRY(ith_buf_check(line, "a message", err));
+    return *len > 0 ? ith_comm_broadcast(c->world, line->data, *len, 0, err) : ITH_OK;
+}
+
 static ith_status loop(conversation *c, ith_error *err)
 {
-    bool people = isatty(STDIN_FILENO), colours = ith_terminal_colours(STDOUT_FILENO);
-    char *line = NULL;
-    size_t cap = 0;
+    bool people = isatty(STDIN_FILENO) && c->world->rank == 0,
+         colours = ith_terminal_colours(STDOUT_FILENO);
+    ith_buf buf = {0};
     ith_status status = restart(c, err);
     if (people)
         printf("Type a message. %s/clear starts anew, /exit or Ctrl-D ends.\n\n",
@@ -260,11 +287,11 @@ static ith_status loop(conversation *c, ith_error *err)
         if (people)
             fputs(colours ? "\033[1m> \033[0m" : "> ", stdout);
         fflush(stdout);
-        ssize_t len = getline(&line, &cap, stdin);
-        if (len < 0)
+        int64_t len = 0;
+        status = read_line(c, &buf, &len, err);
+        if (status != ITH_OK || len < 0)
             break;
-        while (len > 0 && (line[len - 1] == '\n' || line[len - 1] == '\r'))
-            line[--len] = '\0';
+        const char *line = buf.data ? buf.data : "";
         if (strcmp(line, "/exit") == 0 || strcmp(line, "exit") == 0)
             break;
         if (strcmp(line, "/clear") == 0 || strcmp(line, "clear") == 0)
@@ -274,17 +301,20 @@ static ith_status loop(conversation *c, ith_error *err)
         else if (len > 0)
             status = turn(c, line, len, err);
     }
-    free(line); /* check_layers: allow, getline took it */
+    ith_buf_deinit(&buf);
     return status;
 }
 
 static ith_status open_decoder(conversation *c, const ith_args *args, ith_error *err)
 {
-    int64_t context = ith_args_int(args, "context"), piece = context < 2048 ? context : 2048;
+    bool shared = c->world->size > 1; /* prompts go through whole, too */
+    int64_t context = ith_args_int(args, "context"),
+            piece = shared ? context : ith_min_i64(context, 2048);
     ith_decoder_options o = ith_answering_decoder(&c->a, args, 1, context, piece);
+    o.ranks = ith_answering_ranks(args, c->world, c->world->size);
     if (c->a.media) { /* an image is fed whole */
         int64_t merge = ith_media_ids(c->a.media)->merge;
-        o.max_append = context < MAX_MEDIA_APPEND ? context : MAX_MEDIA_APPEND;
+        o.max_append = shared ? context : ith_min_i64(context, MAX_MEDIA_APPEND);
         o.media = (ith_vision_limits){.max_patches = o.max_append * merge * merge,
                                       .max_segments = o.max_append,
                                       .max_segment_patches = o.max_append * merge * merge};
@@ -297,41 +327,72 @@ static ith_status open_decoder(conversation *c, const ith_args *args, ith_error 
     return ith_block_decoder_open(&c->bd, args->positional[0], &o, c->how.block, err);
 }
 
-static ith_status run_chat(const ith_args *args, ith_error *err)
+/* All that can be wrong before the ranks share it. */
+static ith_status prepare(conversation *c, const ith_args *args, ith_error *err)
 {
-    conversation c = {0};
-    ith_status status = ith_answering_open(&c.a, args->positional[0], args, err);
-    if (status != ITH_OK)
-        return status;
-    c.blocks = c.a.hf.family == ITH_FAMILY_LLADA2;
-    status = c.blocks ? ITH_OK : ith_block_options_refuse(&c.a, args, err);
+    ITH_TRY(ith_answering_check_ranks(args, "chat", err));
+    ITH_TRY(ith_answering_open(&c->a, args->positional[0], args, err));
+    c->blocks = c->a.hf.family == ITH_FAMILY_LLADA2;
+    if (!c->blocks)
+        ITH_TRY(ith_block_options_refuse(&c->a, args, err));
+    ITH_TRY(add_image(c, NULL, err));
+    for (int i = 0; ith_args_each(args, "image", i); i++)
+        ITH_TRY(add_image(c, ith_args_each(args, "image", i), err));
+    ITH_TRY(ith_args_paths(args, "video", &c->videos, err));
+    c->messages = json_array();
+    if (!c->messages)
+        return ith_fail(err, ITH_ERR_MEMORY, "out of memory");
+    return ith_sampler_init(&c->sampler, c->a.hf.vocab_size, err);
+}
+
+static void close_conversation(conversation *c)
+{
+    if (c->blocks)
+        ith_block_decoder_close(&c->bd);
+    else
+        ith_decoder_close(&c->d);
+    ith_sampler_deinit(&c->sampler);
+    ith_ids_free(&c->cached);
+    ith_media_list_deinit(&c->media);
+    for (int64_t i = 0; i < c->num_images; i++)
+        ith_free(c->images[i]);
+    ith_free(c->images);
+    ith_free(c->videos);
+    json_decref(c->messages);
+    ith_answering_close(&c->a);
+}
+
+static ith_status chat(const ith_args *args, ith_comm *world, ith_error *err)
+{
+    conversation c = {.world = world};
+    ith_status status = ITH_OK;
+    if (world->rank > 0)
+        status = ith_log_set_levels("error", err);
+    if (world->rank > 0 && !freopen("/dev/null", "w", stdout))
+        status = ith_fail(err, ITH_ERR_IO, "/dev/null cannot be opened");
     if (status == ITH_OK)
-        status = add_image(&c, NULL, err);
-    for (int i = 0; status == ITH_OK && ith_args_each(args, "image", i); i++)
-        status = add_image(&c, ith_args_each(args, "image", i), err);
-    if (status == ITH_OK)
-        status = ith_args_paths(args, "video", &c.videos, err);
-    c.messages = json_array();
-    if (status == ITH_OK)
-        status = c.messages ? ith_sampler_init(&c.sampler, c.a.hf.vocab_size, err)
-                            : ith_fail(err, ITH_ERR_MEMORY, "out of memory");
+        status = prepare(&c, args, err);
+    status = ith_comm_agree(world, status, err);
     if (status == ITH_OK)
         status = open_decoder(&c, args, err);
-    if (status == ITH_OK)
+    if (status == ITH_OK) {
         status = loop(&c, err);
-    if (c.blocks)
-        ith_block_decoder_close(&c.bd);
-    else
-        ith_decoder_close(&c.d);
-    ith_sampler_deinit(&c.sampler);
-    ith_ids_free(&c.cached);
-    ith_media_list_deinit(&c.media);
-    for (int64_t i = 0; i < c.num_images; i++)
-        ith_free(c.images[i]);
-    ith_free(c.images);
-    ith_free(c.videos);
-    json_decref(c.messages);
-    ith_answering_close(&c.a);
+        world->broken |= world->size > 1 && status != ITH_OK; /* the others may be in a walk */
+    }
+    close_conversation(&c);
+    return status;
+}
+
+static ith_status run_chat(const ith_args *args, ith_error *err)
+{
+    ith_comm *world = NULL;
+    ITH_TRY(ith_comm_open_world(&world, CHAT_TIMEOUT_S, err));
+    ith_status status = chat(args, world, err);
+    if (status != ITH_OK && world->broken)
+        ith_end_all_ranks(world, status, err);
+    if (world->rank > 0) /* agreed: rank 0 tells it */
+        status = ITH_OK;
+    ith_comm_close(world);
     return status;
 }
 
@@ -342,6 +403,7 @@ static const ith_option options[] = {{.name = "context",
                                       .help = "Tokens of a conversation.",
                                       .min = 2,
                                       .max = 1e9},
+                                     ITH_RANK_OPTIONS,
                                      ITH_BLOCK_OPTIONS,
                                      ITH_ANSWERING_OPTIONS,
                                      {.name = NULL}};
@@ -350,8 +412,11 @@ const ith_command ith_cmd_chat = {
     .name = "chat",
     .arguments = "MODEL",
     .summary = "Talk to a model in the terminal",
-    .details = "Reads one message per line; /image FILE shows a picture with the next one, /clear "
-               "starts anew, /exit ends.\n",
+    .details =
+        "Reads one message per line; /image FILE shows a picture with the next one, /clear "
+        "starts anew, /exit ends.\n"
+        "Under mpirun, srun or torchrun all ranks share the conversation and its cache; rank 0 "
+        "reads and writes.\n",
     .options = options,
     .min_positional = 1,
     .max_positional = 1,

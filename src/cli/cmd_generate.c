@@ -264,17 +264,6 @@ static bool has_rows(const row_output *o)
     return o->world->rank % o->cp_size == 0;
 }
 
-static void share_decoder(const ith_args *args, const row_output *o, ith_decoder_options *options)
-{
-    static const ith_ring_wish wishes[] = {ITH_RING_AUTO, ITH_RING_NEVER, ITH_RING_ONLY,
-                                           ITH_RING_MIXED};
-    options->ranks = (ith_ranks_options){.world = o->world,
-                                         .cut_weights = ith_args_flag(args, "cut-weights"),
-                                         .ep_size = ith_args_int(args, "ep-size"),
-                                         .cp_size = o->cp_size,
-                                         .cp_mode = wishes[ith_args_word(args, "cp-mode")]};
-}
-
 static double seconds_since(const struct timespec *t0)
 {
     struct timespec t1;
@@ -512,7 +501,7 @@ static ith_status answer_blocks(const ith_answering *a, const ith_args *args, co
     out->file = record.fd >= 0 ? &record : NULL;
     ith_decoder_options options = ith_answering_decoder(
         a, args, batch, ith_block_row_len(l->longest, a->max_new, how.block), batch * l->longest);
-    share_decoder(args, out, &options);
+    options.ranks = ith_answering_ranks(args, out->world, out->cp_size);
     ITH_TRY_OUT(ith_block_decoder_open(&d, args->positional[0], &options, how.block, err));
     clock_gettime(CLOCK_MONOTONIC, &t0);
     for (int64_t first = 0; first < l->count; first += batch * out->groups) {
@@ -566,7 +555,7 @@ static ith_status answer_all(const ith_answering *a, const ith_args *args, const
         ith_answering_decoder(a, args, batch, l->longest + a->max_new, batch * l->longest);
     struct timespec t0;
     o.media = media_limits(l, batch);
-    share_decoder(args, out, &o);
+    o.ranks = ith_answering_ranks(args, out->world, out->cp_size);
     ith_status status =
         ith_alloc_zero((void **)&c.answers, batch, sizeof *c.answers, "answers", err);
     if (status == ITH_OK)
@@ -642,8 +631,8 @@ static ith_status generate(const ith_args *args, ith_comm *world, ith_error *err
     if (ith_args_given(args, "prompt") == (args->num_positional > 1))
         status = ith_fail(err, ITH_ERR_USAGE,
                           "generate: give either a file of prompts or --prompt TEXT");
-    if (status == ITH_OK && ith_args_given(args, "ep-size") && !ith_args_flag(args, "cut-weights"))
-        status = ith_fail(err, ITH_ERR_USAGE, "generate: --ep-size goes with --cut-weights");
+    if (status == ITH_OK)
+        status = ith_answering_check_ranks(args, "generate", err);
     if (status == ITH_OK && world->size % out.cp_size != 0)
         status = ith_fail(err, ITH_ERR_USAGE, "--cp-size: %lld does not divide the %lld ranks",
                           (long long)out.cp_size, (long long)world->size);
@@ -692,17 +681,6 @@ static const ith_option options[] = {{.name = "prompt",
                                       .type = ITH_OPTION_PATH,
                                       .help = "Diffusion: write each answer with the step that "
                                               "wrote each token; `train` reads the file."},
-                                     {.name = "cut-weights",
-                                      .type = ITH_OPTION_FLAG,
-                                      .help = "Several ranks: cut the weights among them, gather "
-                                              "layer by layer."},
-                                     {.name = "ep-size",
-                                      .type = ITH_OPTION_INT,
-                                      .default_text = "1",
-                                      .help = "With --cut-weights: ranks that share the experts "
-                                              "of a layer.",
-                                      .min = 1,
-                                      .max = 4096},
                                      {.name = "cp-size",
                                       .type = ITH_OPTION_INT,
                                       .default_text = "1",
@@ -710,11 +688,7 @@ static const ith_option options[] = {{.name = "prompt",
                                               "along the sequence.",
                                       .min = 1,
                                       .max = 4096},
-                                     {.name = "cp-mode",
-                                      .type = ITH_OPTION_WORD,
-                                      .default_text = "auto",
-                                      .help = "How they share it, as in training.",
-                                      .words = "auto ulysses ring hybrid"},
+                                     ITH_RANK_OPTIONS,
                                      ITH_BLOCK_OPTIONS,
                                      ITH_ANSWERING_OPTIONS,
                                      {.name = NULL}};

@@ -96,6 +96,34 @@ answer 2 wrong qwen3_moe --cut-weights --ep-size 3
 [ $? = 2 ] && [ "$(grep -c '^error: --ep-size: 3 does not divide' "$work/wrong.err")" = 1 ] || { fail "ep-size 3"; tail -2 "$work/wrong.err"; }
 answer 2 alone qwen3_moe --ep-size 2
 [ $? = 2 ] && [ "$(grep -c '^error: generate: --ep-size goes with --cut-weights' "$work/alone.err")" = 1 ] || { fail "ep-size alone"; tail -2 "$work/alone.err"; }
+# A conversation of several ranks: the text of one.
+printf 'What lies behind cape 3?\nAnd behind capes 4 and 5?\n/image none.png\n/clear\n\nWho crosses the river?\n' >"$work/talk.txt"
+talk() { # RANKS NAME MODEL options...
+    ranks=$1 name=$2 model=$3; shift 3
+    # shellcheck disable=SC2016
+    TALK=$work/talk.txt timeout 60 "$start" "$ranks" sh -c '[ "$RANK" = 0 ] && exec "$@" <"$TALK"; exec "$@" </dev/null' sh \
+        "$ithaca" chat "$work/$model" -n 10 --threads 1 --device cpu --dtype float32 --context 200 "$@" >"$work/$name.txt" 2>"$work/$name.err"
+}
+for model in qwen3 qwen3_moe qwen3_5 llada2; do
+    way="--do-sample true --temperature 1.0 --seed 5"
+    [ $model = llada2 ] && way="--block-size 8"
+    # shellcheck disable=SC2086
+    talk 1 said $model $way && [ -s "$work/said.txt" ] || { fail "chat $model"; tail -2 "$work/said.err"; continue; }
+    for layout in 3 "2 --cut-weights"; do
+        # shellcheck disable=SC2086
+        set -- $layout
+        ranks=$1; shift
+        # shellcheck disable=SC2086
+        talk "$ranks" all $model $way "$@" || { fail "chat $model, $layout ended with $?"; tail -2 "$work/all.err"; }
+        cmp -s "$work/said.txt" "$work/all.txt" || fail "chat $model, $layout: another text"
+    done
+done
+talk 2 long qwen3 --context 20
+[ $? = 1 ] && [ "$(cat "$work/long.err")" = "error: rank 0: the conversation has 24 tokens, the context holds 20 (/clear starts anew, --context sets it)" ] ||
+    { fail "chat: too long"; tail -2 "$work/long.err"; }
+ITH_FAULT_RANK=1 ITH_FAULT_SPEC=alloc:1000 talk 2 fault qwen3
+[ $? = 1 ] && [ "$(grep -c '^error: rank 1: ' "$work/fault.err")" = 1 ] && [ "$(grep -c '^error: ' "$work/fault.err")" = 1 ] ||
+    { fail "chat: a rank without memory"; tail -2 "$work/fault.err"; }
 while read -r ranks model options wanted; do
     # shellcheck disable=SC2046
     answer "$ranks" wrong "$model" $(echo "$options" | tr = ' ')
