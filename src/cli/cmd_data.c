@@ -161,6 +161,7 @@ static void deal_like_the_run(const view *v, ith_batcher_options *o)
                          .flop_per_byte = v->flop_per_byte,
                          .sums_once = v->layout.grad_accum > 1};
     ith_deal_options(&run, !v->eval, o);
+    o->media = v->media;
 }
 
 /* Links count where ranks share documents. */

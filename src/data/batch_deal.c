@@ -14,7 +14,7 @@
 /* What is dealt: a document, or all those of a micro-batch that stay together. */
 typedef struct {
     int64_t first, count, tokens; /* documents [first, first + count) of the step */
-    double squares;               /* of their lengths */
+    double squares, media;        /* of their lengths; work of their images */
 } item;
 
 /* Items on their way to places; a place becomes a micro-batch. */
@@ -161,7 +161,7 @@ void batch_deal_destroy(batch_deal *deal)
 
 static double work_of(const place_limits *l, const item *x)
 {
-    return l->linear * (double)x->tokens + l->quadratic * x->squares;
+    return l->linear * (double)x->tokens + l->quadratic * x->squares + x->media;
 }
 
 /* Where documents are cut over the group: its work, that of a rank is a part. */
@@ -299,6 +299,7 @@ static item item_of(const batch_deal *d, const batch_list *step, int64_t first, 
         int64_t n = d->options.lengths[step->docs[i]];
         x.tokens += n;
         x.squares += (double)n * (double)n;
+        x.media += d->options.media ? d->options.media[step->docs[i]] : 0;
     }
     return x;
 }

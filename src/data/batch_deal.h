@@ -22,6 +22,7 @@ typedef struct {
     int64_t group_tokens, group_docs; /* most of a group's micro-batch */
     int64_t rank_tokens, rank_docs;   /* of a rank's own; 0: no rounds of ranks */
     const int32_t *lengths;           /* of documents, by number */
+    const double *media;              /* work of their images; NULL: they have none */
 } batch_deal_options;
 
 /* Micro-batches, one after the other: documents docs[begin[i] .. begin[i + 1]) of micro-batch i. */

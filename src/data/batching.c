@@ -22,6 +22,7 @@ struct ith_batcher {
     int64_t *subset;             /* entry by position, NULL: the position itself */
     int32_t *lengths;            /* [count] by position */
     int32_t *padded;             /* the same, padded; lengths itself where nothing is */
+    double *media_work;          /* [count] of their images; NULL: none */
     int64_t count;
     batch_plan plan;
     ith_batch_limits limits;
@@ -110,13 +111,15 @@ ith_batch_limits ith_batcher_limits_bound(const ith_batcher_options *o)
                               .max_micro = o->grad_accum};
 }
 
-/* What the media of max_docs documents can be at most, and of a rank's own; they have no more
- * features than tokens. */
-static ith_status find_media_limits(const ith_batcher *b, ith_batch_limits *limits,
-                                    int64_t whole_docs, ith_error *err)
+/* What the media of max_docs documents can be at most, and of a rank's own (they have no more
+ * features than tokens), and the work of each document's. */
+static ith_status find_media_limits(ith_batcher *b, ith_batch_limits *limits, int64_t whole_docs,
+                                    ith_error *err)
 {
     int64_t merge = ith_media_ids(b->options.media)->merge, *counts = NULL;
     int64_t docs = limits->max_docs, whole = limits->max_whole_tokens;
+    const ith_batch_work *w = &b->options.work;
+    ITH_TRY(ith_alloc_zero((void **)&b->media_work, b->count, sizeof(double), "media", err));
     ITH_TRY(ith_alloc_zero((void **)&counts, 3 * b->count, sizeof *counts, "media", err));
     int64_t *patches = counts, *segments = counts + b->count, *items = counts + 2 * b->count;
     for (int64_t i = 0; i < b->count; i++) {
@@ -126,8 +129,9 @@ static ith_status find_media_limits(const ith_batcher *b, ith_batch_limits *limi
             ith_grid g = s.media[k].grid;
             patches[i] += ith_grid_patches(g);
             segments[i] += g.t;
-            limits->max_segment_patches =
-                ith_max_i64(limits->max_segment_patches, (int64_t)g.h * g.w);
+            int64_t frame = (int64_t)g.h * g.w;
+            limits->max_segment_patches = ith_max_i64(limits->max_segment_patches, frame);
+            b->media_work[i] += (double)g.t * (double)frame * (w->patch + w->pair * (double)frame);
         }
     }
     limits->max_patches = ith_min_i64(batch_media_sum_largest(patches, b->count, docs),
@@ -230,7 +234,8 @@ static batch_deal_options deal_options(const ith_batcher *b)
                                 .group_docs = l->max_docs,
                                 .rank_tokens = l->max_whole_tokens,
                                 .rank_docs = most_whole_docs(b),
-                                .lengths = b->padded};
+                                .lengths = b->padded,
+                                .media = b->media_work};
 }
 
 /* Room for the deals: a rank's own micro-batch may have more documents than its group's. */
@@ -379,6 +384,7 @@ void ith_batcher_destroy(ith_batcher *b)
     if (b->padded != b->lengths)
         ith_free(b->padded);
     ith_free(b->lengths);
+    ith_free(b->media_work);
     ith_free(b->carry);
     ith_free(b->now.docs);
     ith_free(b->now.begin);
@@ -703,6 +709,7 @@ static double work_of_micro(const ith_batcher *b, int64_t j)
     double sum = 0;
     for (int64_t i = b->now.begin[j]; i < b->now.begin[j + 1]; i++) {
         double n = b->padded[b->now.docs[i]];
+        sum += b->media_work ? b->media_work[b->now.docs[i]] : 0;
         sum += (o->work.linear + o->work.exchange) * n + o->work.quadratic * n * n;
     }
     return sum / (double)o->cp_size + o->work.round;

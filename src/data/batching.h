@@ -38,10 +38,12 @@
 extern "C" {
 #endif
 
-/* Time of a rank, in FLOPs, for a document of n tokens: linear n + quadratic n^2; cut over cp_size
- * ranks, (that + exchange n) / cp_size. round: for each micro-batch besides. */
+/* Time of a rank, in FLOPs, for a document of n tokens: linear n + quadratic n^2, and patch p +
+ * pair p^2 for each frame of p patches in it; cut over cp_size ranks, (that + exchange n) / cp_size.
+ * round: for each micro-batch besides. */
 typedef struct {
     double linear, quadratic, exchange, round;
+    double patch, pair;
 } ith_batch_work;
 
 typedef struct {

@@ -51,6 +51,16 @@ int64_t ith_vision_patch_width(const ith_hf_vision *v)
     return v->in_channels * v->temporal_patch_size * v->patch_size * v->patch_size;
 }
 
+ith_vision_flops ith_vision_flops_of(const ith_hf_vision *v, bool frozen)
+{
+    double d = (double)v->hidden_size, f = (double)v->intermediate_size, walks = frozen ? 1 : 3;
+    double side = (double)v->spatial_merge_size, merged = d * side * side;
+    double weights = (double)v->depth * (4 * d * d + 2 * d * f) +
+                     (double)ith_vision_patch_width(v) * d +
+                     merged * (merged + (double)v->out_hidden_size) / (side * side);
+    return (ith_vision_flops){2 * walks * weights, 4 * walks * d * (double)v->depth};
+}
+
 static int64_t merge_count(const ith_hf_vision *v)
 {
     return v->spatial_merge_size * v->spatial_merge_size;

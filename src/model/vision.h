@@ -13,6 +13,13 @@
 /* Values of a patch: channels * time * height * width. */
 int64_t ith_vision_patch_width(const ith_hf_vision *v);
 
+/* FLOPs of tower and merger in a step, for a patch and for two patches of a frame that see each
+ * other; of a frozen tower, forward alone. */
+typedef struct {
+    double patch, pair;
+} ith_vision_flops;
+ith_vision_flops ith_vision_flops_of(const ith_hf_vision *v, bool frozen);
+
 /* What the tower wants to know about its patches, on the host. N patches in all, S segments. */
 typedef struct {
     int32_t *corners;      /* [N,4] rows of the position table */

@@ -3,7 +3,7 @@
 #include "train/batch_work.h"
 
 #include "base/checked.h"
-#include "model/model.h"
+#include "model/vision.h"
 
 /* Elements that the layers exchange for one token of a group of p ranks, each rank its part of p.
  */
@@ -49,10 +49,15 @@ ith_batch_work ith_batch_work_of(const ith_run_shape *run)
         (double)ith_samples_num_labels(run->samples) / (double)ith_samples_num_tokens(run->samples);
     double bytes = ith_config_param_dtype(run->config) == ITH_DTYPE_F32 ? 4 : 2;
     double worth = run->flop_per_byte;
+    ith_vision_flops tower = {0, 0};
+    if (c->vision.hidden_size > 0)
+        tower = ith_vision_flops_of(&c->vision, run->config->freeze_vision_tower);
     return (ith_batch_work){.linear = ith_config_flops(c, rows, 0, labels).total,
                             .quadratic = ith_config_flops(c, 0, pairs, 0).total,
                             .exchange = cp == 1 ? 0 : rows * exchanged(c, cp) * bytes * worth,
-                            .round = round_bytes(run, bytes) * worth};
+                            .round = round_bytes(run, bytes) * worth,
+                            .patch = tower.patch,
+                            .pair = tower.pair};
 }
 
 double ith_aux_coef(const ith_config *config, const ith_hf_config *hf)

@@ -9,6 +9,7 @@
 
 #include "base/file.h"
 #include "checkpoint/train_state.h"
+#include "model/vision.h"
 #include "train/schedule.h"
 #include "train/diffusion.h"
 #include "train/trainer_internal.h"
@@ -132,6 +133,20 @@ static bool is_counted_here(const ith_trainer *t, const ith_micro_batch *b)
     return b->whole || !t->mesh || t->mesh->cp_rank == 0;
 }
 
+/* FLOPs of the tower for the images of a whole micro-batch. */
+static double media_flops(const ith_trainer *t, const ith_micro_batch *b)
+{
+    double sum = 0;
+    if (b->num_grids == 0)
+        return 0;
+    ith_vision_flops f = ith_vision_flops_of(&t->hf.vision, t->config->freeze_vision_tower);
+    for (int64_t i = 0; i < b->num_grids; i++) {
+        double frame = (double)b->grids[i].h * b->grids[i].w;
+        sum += b->grids[i].t * frame * (f.patch + f.pair * frame);
+    }
+    return sum;
+}
+
 static void count_batch(const run *r, const ith_micro_batch *b, totals *mine)
 {
     const ith_trainer *t = r->t;
@@ -143,6 +158,7 @@ static void count_batch(const run *r, const ith_micro_batch *b, totals *mine)
     mine->flops += t->noiser
                        ? ith_diffusion_flops(t->model, &t->noise, b)
                        : ith_model_flops(t->model, b->cu_seqlens, b->num_docs, b->num_labels).total;
+    mine->flops += media_flops(t, b);
 }
 
 /* A pretrained model does better than chance: weights that were not found would not. */

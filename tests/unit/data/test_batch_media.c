@@ -283,6 +283,36 @@ static void test_whole_documents_have_their_pictures(void **state)
     assert_true(encoded > 1);
 }
 
+/* Two rows with a picture, of 31 and 27 tokens, and two without, of 37 and 24: by tokens the
+ * pictures go to one group, by what encoding them costs each group has one. */
+static void test_pictures_are_work(void **state)
+{
+    (void)state;
+    if (!samples)
+        skip();
+    int64_t shown[2][2];
+    for (int heavy = 0; heavy < 2; heavy++)
+        for (int64_t group = 0; group < 2; group++) {
+            static const int64_t rows[] = {0, 1, 3, 4};
+            ith_batcher_options o = options(2, 1);
+            ith_batch_step step;
+            ith_micro_batch mb;
+            o.subset = rows;
+            o.num_subset = 4;
+            o.dp_size = 2;
+            o.dp_rank = group;
+            o.work = (ith_batch_work){.linear = 1, .patch = heavy ? 100 : 0, .pair = heavy};
+            ith_batcher *b = open_batcher(o, &step);
+            assert_ok(ith_batcher_fill(b, 0, &mb, &err), err);
+            assert_int_equal(mb.num_docs, 2);
+            shown[heavy][group] = mb.num_grids;
+            ith_batcher_destroy(b);
+        }
+    assert_int_equal(shown[0][0] * shown[0][1], 0);
+    assert_int_equal(shown[1][0], 1);
+    assert_int_equal(shown[1][1], 1);
+}
+
 /* Ids of the cache are looked at when they are used: one that is no token of an image any more. */
 static void test_an_image_without_its_token_is_told(void **state)
 {
@@ -321,6 +351,7 @@ int main(void)
         cmocka_unit_test(test_frames_are_where_the_tokens_are),
         cmocka_unit_test(test_ranks_read_their_rows_and_pictures),
         cmocka_unit_test(test_whole_documents_have_their_pictures),
+        cmocka_unit_test(test_pictures_are_work),
         cmocka_unit_test(test_an_image_without_its_token_is_told),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);

@@ -414,7 +414,7 @@ static void test_epoch_covers_every_sample_once(void **state)
                 o.dp_size = layouts[l].dp;
                 o.cp_size = layouts[l].cp;
                 o.whole = layouts[l].whole;
-                o.work = (ith_batch_work){1, 0.1, 0.5, 0};
+                o.work = (ith_batch_work){.linear = 1, .quadratic = 0.1, .exchange = 0.5};
                 o.num_epochs = 2;
                 o.pack_window = 50;
                 for (int k = 0; k < 6; k++) {
@@ -623,7 +623,7 @@ static void test_ranks_have_about_as_much_work(void **state)
         ith_batcher_options o = options_of(jobs[i].strategy, 32768, jobs[i].m, jobs[i].accum);
         o.shuffle = true;
         o.dp_size = jobs[i].dp;
-        o.work = (ith_batch_work){3.6e9, 0.34e6, 0, 0};
+        o.work = (ith_batch_work){.linear = 3.6e9, .quadratic = 0.34e6};
         ith_batcher *b = make_batcher(samples, o);
         ith_batch_report r = ith_batcher_report(b);
         double before = r.work_in_order / r.work_even, after = r.work_dealt / r.work_even;
@@ -659,7 +659,10 @@ static void test_whole_documents_make_steps_shorter(void **state)
             o.shuffle = true;
             o.dp_size = jobs[i].dp;
             o.cp_size = jobs[i].cp;
-            o.work = (ith_batch_work){3.6e9, 0.34e6, jobs[i].exchange, jobs[i].round};
+            o.work = (ith_batch_work){.linear = 3.6e9,
+                                      .quadratic = 0.34e6,
+                                      .exchange = jobs[i].exchange,
+                                      .round = jobs[i].round};
             o.whole = whole;
             ith_batcher *b = make_batcher(samples, o);
             work[whole] = ith_batcher_report(b).work_dealt;
