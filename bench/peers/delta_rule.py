@@ -3,8 +3,8 @@
     delta_rule.py BENCH_CUDA TOKENS:DOC:KEY_HEADS:VALUE_HEADS ... [--rounds N]
 
 Heads of 128, bf16, q and k normalized inside the operator, documents of DOC tokens. Both are timed as a host clock around
-many calls and one wait, after warm-up (theirs with its autotuning); `graph` is theirs replayed as a CUDA graph, which has
-no host in it. A line a shape: milliseconds forward, and forward with backward. Needs torch and fla-core.
+many calls and one wait, after warm-up (theirs with its autotuning). Lines for forward, backward and both: milliseconds and
+the ratio. In the end theirs replayed as a CUDA graph, which has no host in it. Needs torch and fla-core.
 
 fla refuses its backward under Triton 3.4 to 3.7.0 on Hopper, where one of its kernels gives wrong gradients. Its time is
 the same; that refusal is switched off here, and nothing but the time is taken.
@@ -39,24 +39,23 @@ def timed(f):
 
 
 def graphed(f):
-    """f replayed without the host; None where it cannot be captured."""
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            f()
-        return timed(graph.replay)
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return None
+    """f replayed without the host."""
+    for _ in range(3):
+        f()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+    return timed(graph.replay)
 
 
-def theirs(tokens, doc, key_heads, value_heads):
+def calls(tokens, doc, key_heads, value_heads):
+    """Their forward, and forward with backward."""
     batch, dim = tokens // doc, 128
     make = lambda heads: torch.randn(batch, doc, heads, dim, device="cuda", dtype=torch.bfloat16)
     q, k, v, do = make(key_heads), make(key_heads), make(value_heads), make(value_heads)
     g = -0.3 * torch.rand(batch, doc, value_heads, device="cuda")
     beta = torch.rand(batch, doc, value_heads, device="cuda").bfloat16()
-    inputs = [q, k, v, g, beta]
+    inputs = [x.requires_grad_() for x in (q, k, v, g, beta)]
     run = lambda: chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
 
     def forward():
@@ -66,12 +65,11 @@ def theirs(tokens, doc, key_heads, value_heads):
     def both():
         torch.autograd.grad(run(), inputs, do)
 
-    times = {"forward": timed(forward), "forward graph": graphed(forward)}
-    for x in inputs:
-        x.requires_grad_()
-    times["both"] = timed(both)
-    times["both graph"] = graphed(both)
-    return times
+    return {"forward": forward, "both": both}
+
+
+def theirs(sizes):
+    return {key: timed(f) for key, f in calls(*sizes).items()}
 
 
 def ours(bench, tokens, doc, key_heads, value_heads):
@@ -88,15 +86,21 @@ def main():
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     torch.manual_seed(1)
-    for shape in args.shapes:
-        sizes = [int(x) for x in shape.split(":")]
-        rows = [(ours(args.bench, *sizes), theirs(*sizes)) for _ in range(args.rounds)]
-        of = lambda side, key: statistics.median(row[side][key] for row in rows if row[side][key])
-        for key in ("forward", "both"):
-            a, b = of(0, key), of(1, key)
-            graph = [row[1][key + " graph"] for row in rows if row[1][key + " graph"]]
-            note = f", as a graph {min(graph):.3f} ms: {min(graph) / a:.2f}x" if graph else ""
-            print(f"{shape} {key}: ithaca {a:.3f} ms, fla {b:.3f} ms: {b / a:.2f}x{note}", flush=True)
+    shapes = {text: [int(x) for x in text.split(":")] for text in args.shapes}
+    mine = {}
+    for shape, sizes in shapes.items():
+        rows = [(ours(args.bench, *sizes), theirs(sizes)) for _ in range(args.rounds)]
+        a, b = ({key: statistics.median(row[side][key] for row in rows) for key in ("forward", "both")} for side in (0, 1))
+        for times in (a, b):
+            times["backward"] = times["both"] - times["forward"]
+        for key in ("forward", "backward", "both"):
+            print(f"{shape} {key}: ithaca {a[key]:.3f} ms, fla {b[key]:.3f} ms: {b[key] / a[key]:.2f}x", flush=True)
+        mine[shape] = a
+        torch.cuda.empty_cache()
+    for shape, sizes in shapes.items():  # last, for a capture that fails takes the device with it
+        for key, f in calls(*sizes).items():
+            b = graphed(f)
+            print(f"{shape} {key}: fla as a graph {b:.3f} ms: {b / mine[shape][key]:.2f}x", flush=True)
         torch.cuda.empty_cache()
 
 
