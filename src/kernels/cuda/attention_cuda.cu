@@ -1,10 +1,9 @@
 /* attention_cuda.cu - attention over packed documents: which way it is computed, and the memory.
  *
- * bf16 goes to our specialised warps or, where cuDNN is faster, there: documents of one length as a
- * batch, and in forward others packed, with offsets made on the device from cu_seqlens. What
- * neither takes (f32, odd strides) goes to the plain kernels. Invariants: 1. lse is [T,Hq] on every
- * way, so forward and backward may take different ones.
- * 2. Workspace is an upper bound over all ways, for the plan is made before documents are known;
+ * bf16 goes to our specialised warps or, in forward where cuDNN is faster, there: documents of one
+ * length as a batch, others packed, with offsets made on the device from cu_seqlens. What neither
+ * takes (f32, odd strides) goes to the plain kernels. Invariants: 1. lse is [T,Hq] on every way, so
+ * forward and backward may take different ones. 2. Workspace is an upper bound over all ways, for the plan is made before documents are known;
  * more documents than PLANNED_DOCS and than the plan's batch had are an error of the plan. */
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/sdpa_graph.h"
@@ -54,33 +53,23 @@ static bool all_fit(bool (*fits)(ith_tensor), const ith_tensor *t, int count)
     return true;
 }
 
-/* Ways that tensors may go: q, k and all others. */
-typedef struct {
-    bool stream, library;
-} ways;
-
-static ways ways_of(const ith_tensor *t, int count, ith_seqs seqs, bool same_bits)
+static bool is_stream(const ith_tensor *t, int count)
 {
-    bool whole = !seqs.window && t[0].shape[0] == t[1].shape[0];
-    ways w = {};
-    w.stream = t[0].dtype == ITH_BF16 && all_fit(ith_attention_stream_fits, t, count);
-    w.library = whole && !ith_seqs_have_blocks(seqs) && !same_bits && all_fit(fits_cudnn, t, count);
-    return w;
+    return t[0].dtype == ITH_BF16 && all_fit(ith_attention_stream_fits, t, count);
 }
 
-/* cuDNN's packed backward (9.19) leaves columns from 128 on unwritten without a word. */
-static way choose(ways w, ith_seqs seqs, bool backward)
+static bool is_library(const ith_tensor *t, int count, ith_seqs seqs)
 {
-    bool batch = common_length(seqs) > 0;
-    if (w.library && (batch || !backward))
-        return batch ? WAY_BATCH : WAY_PACKED;
-    return w.stream ? WAY_STREAM : WAY_PLAIN;
+    return !seqs.window && t[0].shape[0] == t[1].shape[0] && !ith_seqs_have_blocks(seqs) &&
+           all_fit(fits_cudnn, t, count);
 }
 
-static ways forward_ways(ith_tensor o, ith_tensor q, ith_tensor k, ith_tensor v, ith_seqs seqs)
+static way forward_way(ith_tensor o, ith_tensor q, ith_tensor k, ith_tensor v, ith_seqs seqs)
 {
     ith_tensor all[] = {q, k, v, o};
-    return ways_of(all, 4, seqs, false);
+    if (is_library(all, 4, seqs))
+        return common_length(seqs) > 0 ? WAY_BATCH : WAY_PACKED;
+    return is_stream(all, 4) ? WAY_STREAM : WAY_PLAIN;
 }
 
 static ith_sdpa_place place_of(ith_tensor t)
@@ -186,7 +175,8 @@ static int64_t attention_forward_workspace(ith_ctx *ctx, ith_tensor o, ith_tenso
                                            bool causal)
 {
     (void)ctx, (void)lse, (void)scale, (void)causal;
-    if (q.shape[0] == 0 || !forward_ways(o, q, k, v, seqs).library)
+    ith_tensor all[] = {q, k, v, o};
+    if (q.shape[0] == 0 || !is_library(all, 4, seqs))
         return 0;
     return offsets_bytes(most_docs(seqs)) + LIBRARY_SLACK_BYTES;
 }
@@ -197,7 +187,7 @@ static ith_status attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, 
 {
     if (ith_numel(q) == 0)
         return ITH_OK;
-    way how = choose(forward_ways(o, q, k, v, seqs), seqs, false);
+    way how = forward_way(o, q, k, v, seqs);
     if (how == WAY_PLAIN)
         return ith_attention_plain_forward(ctx, o, lse, q, k, v, seqs, scale, causal);
     if (how == WAY_STREAM)
@@ -214,23 +204,11 @@ static ith_status attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, 
 
 /* ---- backward ---- */
 
-/* cuDNN's backward (9.19) goes wrong without a word where a tensor, dq in f32 included, reaches
- * 2^31 elements; what is below 2^31 bytes was seen right. */
-static bool near(const ith_tensor *t, int count)
-{
-    int64_t longest = 4 * t[0].shape[1] * t[0].shape[2];
-    for (int i = 0; i < count; i++)
-        longest = ith_max_i64(longest, 2 * t[i].stride[0]);
-    return longest < ((int64_t)1 << 31) / ith_max_i64(t[0].shape[0], 1);
-}
-
-static ways backward_ways(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dv, ith_tensor do_,
-                          ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o, ith_seqs seqs)
+static bool is_stream_backward(ith_tensor dq, ith_tensor dk, ith_tensor dv, ith_tensor do_,
+                               ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor o)
 {
     ith_tensor all[] = {q, k, v, o, do_, dq, dk, dv};
-    ways w = ways_of(all, 8, seqs, ctx->deterministic);
-    w.library = w.library && near(all, 8);
-    return w;
+    return is_stream(all, 8);
 }
 
 static int64_t attention_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
@@ -239,17 +217,9 @@ static int64_t attention_backward_workspace(ith_ctx *ctx, ith_tensor dq, ith_ten
                                             ith_tensor lse, ith_seqs seqs, float scale, bool causal)
 {
     (void)scale, (void)causal;
-    int64_t delta = ith_round_up(ith_mul_bytes(ith_numel(lse), 4), 256), stream = 0;
-    ways w = backward_ways(ctx, dq, dk, dv, do_, q, k, v, o, seqs);
-    if (w.stream && q.shape[0] > 0)
-        stream = ith_attention_stream_workspace(ctx, q, k, seqs);
-    if (q.shape[0] == 0 || !w.library)
-        return delta + stream;
-    int64_t heads =
-        ith_round_up(ith_mul_bytes((q.shape[0] + 128) * q.shape[1] * q.shape[2], 2), 256);
-    int64_t library =
-        4 * heads /* f32 dq, and dk and dv of every query head */ + LIBRARY_SLACK_BYTES;
-    return delta + ith_max_i64(stream, library);
+    if (is_stream_backward(dq, dk, dv, do_, q, k, v, o))
+        return q.shape[0] > 0 ? ith_attention_stream_workspace(ctx, q, k, seqs) : 0;
+    return ith_round_up(ith_mul_bytes(ith_numel(lse), 4), 256);
 }
 
 /* Of keys that no query is here for. */
@@ -276,31 +246,12 @@ static ith_status attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk,
     }
     ITH_ASSERT(o.dtype == q.dtype && dk.dtype == dq.dtype && dv.dtype == dq.dtype);
     ith_carve scratch = ith_carve_begin(ctx);
-    void *delta = ith_carve_take(&scratch, ith_numel(lse) * 4);
-    way how = choose(backward_ways(ctx, dq, dk, dv, do_, q, k, v, o, seqs), seqs, true);
-    if (how == WAY_PLAIN)
-        return ith_attention_plain_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
-                                            causal, (float *)delta);
-    if (how == WAY_STREAM)
+    if (is_stream_backward(dq, dk, dv, do_, q, k, v, o))
         return ith_attention_stream_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
                                              causal, &scratch);
-    ith_sdpa_key key = key_of(q, k, v, o, seqs, causal, how);
-    key.backward = 1;
-    key.do_ = place_of(do_);
-    key.dq = place_of(dq);
-    key.dk = place_of(dk);
-    key.dv = place_of(dv);
-    const ith_sdpa_plan *plan = NULL;
-    ITH_TRY(ith_sdpa_plan_of(ctx, &key, &plan));
-    void *data[ITH_SDPA_NAMES] = {NULL};
-    add_forward_data(data, q, k, v, o, lse);
-    data[ITH_SDPA_DO] = do_.data;
-    data[ITH_SDPA_DQ] = dq.data;
-    data[ITH_SDPA_DK] = dk.data;
-    data[ITH_SDPA_DV] = dv.data;
-    data[ITH_SDPA_DELTA] = delta;
-    data[ITH_SDPA_DQ_SUM] = ith_carve_take(&scratch, ith_numel(q) * 4);
-    return run_plan(ctx, &scratch, plan, data, scale, q);
+    float *delta = (float *)ith_carve_take(&scratch, ith_numel(lse) * 4);
+    return ith_attention_plain_backward(ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale, causal,
+                                        delta);
 }
 
 /* ---- parts ---- */

@@ -5,8 +5,8 @@
  * transposed (keys are rows), so that weights and their gradients are left operands of dv and dk:
  * from registers, of 128 keys, for heads up to 128. Gradients of scores pass through shared memory
  * to become the left operand of dq, which is added up in f32 memory with atomics, tile by tile in
- * the order of registers, and made bf16 by a last pass: 5 products. When re-runs must give equal
- * bits, dq is made by a kernel of its own that owns queries: 7 products. */
+ * the order of registers, and made bf16 by a last pass: 5 products. For wider heads, and when
+ * re-runs must give equal bits, dq is made by a kernel of its own that owns queries: 7 products. */
 #include "kernels/cuda/attention_stream.cuh"
 
 enum { QUERIES = 64, MULTIPROCESSORS = 132 };
@@ -348,7 +348,8 @@ __global__ void __launch_bounds__(THREADS, 1)
 
 /* ---- backward of heads up to 256 ----
  * 64 keys a block: each warpgroup weighs half of the queries of a tile against all of them, and
- * makes half of the columns of dk, dv and dq out of what both left in shared memory. */
+ * makes half of the columns of dk and dv out of what both left in shared memory. Adding dq up in
+ * memory, 64 KB a tile, would take as long as all else together: it has a kernel of its own. */
 
 struct wide_layout {
     static constexpr int D = 256, KEYS = 64, PANELS = D / 64;
@@ -381,7 +382,6 @@ __device__ __forceinline__ head_rows columns_from(head_rows t, int first)
     return t;
 }
 
-template <bool DQ>
 __global__ void __launch_bounds__(THREADS, 1)
     stream_backward_wide(const __grid_constant__ backward_args a)
 {
@@ -455,13 +455,7 @@ __global__ void __launch_bounds__(THREADS, 1)
                 store_matrices(ds + row * 128 + ((2 * k + piece ^ row % 8) * 16), left[k]);
             written_for_engines();
             join_threads<CONSUMERS * GROUP_THREADS>(1);
-            float dq[HALF / 8][4];
             wgmma_begin();
-#pragma unroll
-            for (uint32_t k = 0; DQ && k < 4; k++)
-                wgmma<false, false>(dq, operand_at<false>(ds + k * 2048),
-                                    operand_at<false>(base + at::K + columns + k * 2048), k > 0);
-            wgmma_commit();
 #pragma unroll
             for (uint32_t k = 0; k < 4; k++) {
                 wgmma<true, false>(dv, operand_at<true>(ps + k * 32),
@@ -470,14 +464,6 @@ __global__ void __launch_bounds__(THREADS, 1)
                                    operand_at<false>(qs + columns + k * 2048), true);
             }
             wgmma_commit();
-            if constexpr (DQ) {
-                wgmma_wait<1>();
-                wgmma_results(dq);
-                float *to = dq_at(a, t, at::PANELS, (int)g * 2);
-#pragma unroll
-                for (int n = 0; n < HALF / 8; n++)
-                    add_to_memory(to + (n * 128 + thread) * 4, dq[n]);
-            }
             wgmma_wait<0>();
             wgmma_results(dv);
             wgmma_results(dk);
@@ -500,7 +486,7 @@ __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-/* ---- dq by itself, for equal bits ----
+/* ---- dq by itself ----
  * As in forward a block owns 128 queries; it visits tiles of 64 keys. */
 
 template <int D> struct dq_layout {
@@ -732,10 +718,16 @@ static int64_t parts_bytes(ith_tensor q, ith_tensor k, ith_seqs seqs)
     return splits == 1 ? 0 : splits * padded_rows(k.shape[0]) * k.shape[1] * tile_dim(q) * 8;
 }
 
+/* Whether dq is added up in memory. */
+static bool adds_dq(ith_ctx *ctx, ith_tensor q)
+{
+    return !ctx->deterministic && tile_dim(q) <= 128;
+}
+
 int64_t ith_attention_stream_workspace(ith_ctx *ctx, ith_tensor q, ith_tensor k, ith_seqs seqs)
 {
     int64_t stats = padded_rows(q.shape[0]) * q.shape[1] * 4;
-    int64_t dq = ctx->deterministic ? 0 : stats * tile_dim(q);
+    int64_t dq = adds_dq(ctx, q) ? stats * tile_dim(q) : 0;
     return 2 * stats + dq + parts_bytes(q, k, seqs) + 4 * 256;
 }
 
@@ -745,7 +737,7 @@ template <int D> static ith_status run_backward(ith_ctx *ctx, const backward_arg
     unsigned tiles = (unsigned)(a.padded / QUERIES), panels = D / 64;
     int64_t lanes = a.padded * a.q_heads * 16;
     bool adds = a.dq_sum != NULL;
-    auto kernel = adds ? stream_backward_wide<true> : stream_backward_wide<false>;
+    auto kernel = stream_backward_wide;
     int bytes = wide_layout::BYTES;
     if constexpr (D <= 128) {
         kernel = adds ? stream_backward<D, true> : stream_backward<D, false>;
@@ -803,7 +795,7 @@ ith_status ith_attention_stream_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor
     a.scale = scale;
     a.lse_log2 = (float *)ith_carve_take(scratch, a.padded * heads * 4);
     a.delta = (float *)ith_carve_take(scratch, a.padded * heads * 4);
-    if (!ctx->deterministic)
+    if (adds_dq(ctx, q))
         a.dq_sum = (float *)ith_carve_take(scratch, a.padded * heads * d * 4);
     if (a.splits > 1)
         a.parts = (float *)ith_carve_take(scratch, parts_bytes(q, k, seqs));

@@ -545,15 +545,6 @@ static ith_sdpa_key key_for(int64_t batch, int64_t seq, int64_t hq, int64_t hkv,
     return key;
 }
 
-static void add_backward(ith_sdpa_key *key)
-{
-    key->backward = 1;
-    key->do_ = key->o;
-    key->dq = key->q;
-    key->dk = key->k;
-    key->dv = key->v;
-}
-
 ith_status ith_cuda_check_graphs(ith_buf *out, ith_error *err)
 {
     static const struct {
@@ -566,10 +557,8 @@ ith_status ith_cuda_check_graphs(ith_buf *out, ith_error *err)
     };
     static const struct {
         const char *name;
-        bool packed, backward;
-    } forms[] = {{"batch forward", false, false},
-                 {"packed forward", true, false},
-                 {"batch backward", false, true}};
+        bool packed;
+    } forms[] = {{"batch", false}, {"packed", true}};
     const ith_cuda_libs *libs = NULL;
     ITH_TRY(ith_cuda_libs_open(&libs, err));
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -577,8 +566,6 @@ ith_status ith_cuda_check_graphs(ith_buf *out, ith_error *err)
             ith_sdpa_key key = key_for(cases[i].batch, cases[i].seq, cases[i].hq, cases[i].hkv,
                                        cases[i].dim, cases[i].causal, forms[f].packed);
             ith_sdpa_plan plan;
-            if (forms[f].backward)
-                add_backward(&key);
             ITH_WRAP(ith_sdpa_plan_offline(libs, &key, &plan, err), err,
                      "%s of %lld x %lld, heads %lld/%lld, head_dim %lld", forms[f].name,
                      (long long)key.batch, (long long)key.seq, (long long)key.heads_q,

@@ -242,12 +242,6 @@ static desc matmul(graph *g, desc a, desc b, desc c, desc m, desc n, desc k, boo
     return c;
 }
 
-/* c = a b, over the whole batch. */
-static desc whole_matmul(graph *g, desc a, desc b, desc c)
-{
-    return matmul(g, a, b, c, NULL, NULL, NULL, false);
-}
-
 static desc reduce(graph *g, cudnnReduceTensorOp_t how, desc x, desc y)
 {
     desc d = make(g, CUDNN_BACKEND_REDUCTION_DESCRIPTOR);
@@ -259,15 +253,6 @@ static desc reduce(graph *g, cudnnReduceTensorOp_t how, desc x, desc y)
     set_desc(g, op, CUDNN_ATTR_OPERATION_REDUCTION_YDESC, y);
     set_desc(g, op, CUDNN_ATTR_OPERATION_REDUCTION_DESC, d);
     push(g, op, "reduction operation");
-    return y;
-}
-
-static desc reshape(graph *g, desc x, desc y)
-{
-    desc op = make(g, CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR);
-    set_desc(g, op, CUDNN_ATTR_OPERATION_RESHAPE_XDESC, x);
-    set_desc(g, op, CUDNN_ATTR_OPERATION_RESHAPE_YDESC, y);
-    push(g, op, "reshape operation");
     return y;
 }
 
@@ -316,9 +301,9 @@ static desc scaled_scores(graph *g, desc q, desc k_t)
     return mask_padding(g, s);
 }
 
-/* ---- the two graphs ---- */
+/* ---- the graph ---- */
 
-static void build_forward(graph *g)
+static void build_graph(graph *g)
 {
     const ith_sdpa_key *k = g->key;
     desc q = heads_tensor(g, ITH_SDPA_Q, CUDNN_DATA_BFLOAT16, k->heads_q, k->q);
@@ -335,89 +320,6 @@ static void build_forward(graph *g)
     binary(g, CUDNN_POINTWISE_ADD, max, log, lse);
     desc p = binary(g, CUDNN_POINTWISE_DIV, e, sum, scores(g, CUDNN_DATA_BFLOAT16));
     matmul(g, p, v, o, len, NULL, len, false);
-}
-
-/* x [B,Hq,S,S] as bf16, transposed. */
-static desc transposed_scores(graph *g, desc x)
-{
-    const ith_sdpa_key *k = g->key;
-    four dim = {{k->batch, k->heads_q, k->seq, k->seq}};
-    four stride = {{k->heads_q * k->seq * k->seq, k->seq * k->seq, 1, k->seq}};
-    return reshape(g, x, tensor(g, ITH_SDPA_NONE, CUDNN_DATA_BFLOAT16, dim, stride, NULL));
-}
-
-/* weights^T x into a gradient of keys or values; query heads of a group are added up, from
- * gradients per query head in the plan's workspace. */
-static void key_gradient(graph *g, desc weights, desc x, int64_t name, ith_sdpa_place at)
-{
-    const ith_sdpa_key *k = g->key;
-    desc w = transposed_scores(g, weights);
-    desc out = heads_tensor(g, name, CUDNN_DATA_BFLOAT16, k->heads_kv, at);
-    if (k->heads_q == k->heads_kv) {
-        whole_matmul(g, w, x, out);
-        return;
-    }
-    desc all = packed_virtual(g, CUDNN_DATA_BFLOAT16, k->batch, k->heads_q, k->seq, k->head_dim);
-    whole_matmul(g, w, x, all);
-    reduce(g, CUDNN_REDUCE_TENSOR_ADD, all, out);
-}
-
-/* sum over Dh of do*o, per row. */
-static desc delta_of(graph *g, desc do_, desc o)
-{
-    const ith_sdpa_key *k = g->key;
-    desc x = packed_virtual(g, CUDNN_DATA_FLOAT, k->batch, k->heads_q, k->seq, k->head_dim);
-    binary(g, CUDNN_POINTWISE_MUL, do_, o, x);
-    desc sum = reduce(g, CUDNN_REDUCE_TENSOR_ADD, x, row_values(g));
-    return binary(g, CUDNN_POINTWISE_MUL, sum, scalar(g, ITH_SDPA_ONE),
-                  row_tensor(g, ITH_SDPA_DELTA));
-}
-
-/* dq in f32, [B,Hq,S,Dh] in the caller's memory, which need not be zeroed. */
-static desc dq_sum(graph *g)
-{
-    const ith_sdpa_key *k = g->key;
-    int64_t dim = k->head_dim, row = k->heads_q * dim;
-    return tensor(g, ITH_SDPA_DQ_SUM, CUDNN_DATA_FLOAT, (four){{k->batch, k->heads_q, k->seq, dim}},
-                  (four){{row * k->seq, k->seq * dim, dim, 1}}, NULL);
-}
-
-/* ds k into dq. */
-static void query_gradient(graph *g, desc ds, desc k_t)
-{
-    const ith_sdpa_key *k = g->key;
-    desc keys = reshape(g, k_t,
-                        tensor(g, ITH_SDPA_NONE, CUDNN_DATA_BFLOAT16,
-                               (four){{k->batch, k->heads_kv, k->seq, k->head_dim}},
-                               (four){{k->seq * k->k.row, k->k.head, k->k.row, 1}}, NULL));
-    desc sum = dq_sum(g);
-    whole_matmul(g, ds, keys, sum);
-    binary(g, CUDNN_POINTWISE_IDENTITY, sum, NULL,
-           heads_tensor(g, ITH_SDPA_DQ, CUDNN_DATA_BFLOAT16, k->heads_q, k->dq));
-}
-
-static void build_backward(graph *g)
-{
-    const ith_sdpa_key *k = g->key;
-    desc q = heads_tensor(g, ITH_SDPA_Q, CUDNN_DATA_BFLOAT16, k->heads_q, k->q);
-    desc k_t = transposed_tensor(g, ITH_SDPA_K, k->heads_kv, k->k);
-    desc v_t = transposed_tensor(g, ITH_SDPA_V, k->heads_kv, k->v);
-    desc o = heads_tensor(g, ITH_SDPA_O, CUDNN_DATA_BFLOAT16, k->heads_q, k->o);
-    desc do_ = heads_tensor(g, ITH_SDPA_DO, CUDNN_DATA_BFLOAT16, k->heads_q, k->do_);
-    desc lse = row_tensor(g, ITH_SDPA_LSE);
-    desc delta = delta_of(g, do_, o);
-    desc s = scaled_scores(g, q, k_t);
-    s = binary(g, CUDNN_POINTWISE_SUB, s, lse, scores(g, CUDNN_DATA_FLOAT));
-    s = mask_future(g, s);
-    desc p = binary(g, CUDNN_POINTWISE_EXP, s, NULL, scores(g, CUDNN_DATA_FLOAT));
-    key_gradient(g, p, do_, ITH_SDPA_DV, k->dv);
-    desc dp = whole_matmul(g, do_, v_t, scores(g, CUDNN_DATA_FLOAT));
-    dp = binary(g, CUDNN_POINTWISE_SUB, dp, delta, scores(g, CUDNN_DATA_FLOAT));
-    dp = binary(g, CUDNN_POINTWISE_MUL, dp, p, scores(g, CUDNN_DATA_FLOAT));
-    desc ds =
-        binary(g, CUDNN_POINTWISE_MUL, dp, scalar(g, ITH_SDPA_SCALE), scores(g, CUDNN_DATA_FLOAT));
-    key_gradient(g, ds, q, ITH_SDPA_DK, k->dk);
-    query_gradient(g, ds, k_t);
 }
 
 /* ---- from graph to plan ---- */
@@ -538,11 +440,7 @@ static ith_status build(graph *g, const ith_sdpa_key *key, ith_sdpa_plan *out)
     out->key = *key;
     g->key = key;
     g->plan = out;
-    ITH_ASSERT(!key->packed || !key->backward);
-    if (key->backward)
-        build_backward(g);
-    else
-        build_forward(g);
+    build_graph(g);
     compile(g);
     keep_descriptors(g);
     if (g->status != ITH_OK)
@@ -624,12 +522,11 @@ ith_status ith_sdpa_execute(ith_ctx *ctx, const ith_sdpa_plan *plan, void *const
 {
     ith_cuda *cuda = ith_cuda_of(ctx);
     graph g = {.lib = cuda->libs, .handle = cuda->dnn, .err = ctx->err};
-    float one = 1, negative = -INFINITY;
+    float negative = -INFINITY;
     void *pointers[ITH_SDPA_NAMES];
     for (int i = 0; i < plan->num_names; i++) {
         int64_t name = plan->names[i];
         pointers[i] = name == ITH_SDPA_SCALE    ? &scale
-                      : name == ITH_SDPA_ONE    ? &one
                       : name == ITH_SDPA_MASKED ? &negative
                                                 : data[name];
         ITH_ASSERT(pointers[i]);

@@ -1,8 +1,7 @@
-/* sdpa_graph.h - cuDNN attention as composite graphs, one plan per shape.
+/* sdpa_graph.h - cuDNN's attention forward as composite graphs, one plan per shape.
  *
  * A plan is compiled on the first use of its key (0.04 to 1 s) and kept for the life of the device.
- * Batches have forward and backward plans; packed plans are forward only and take any documents
- * with at most `batch` of them and none longer than `seq`. */
+ * Packed plans take any documents with at most `batch` of them and none longer than `seq`. */
 #ifndef ITH_KERNELS_CUDA_SDPA_GRAPH_H
 #define ITH_KERNELS_CUDA_SDPA_GRAPH_H
 
@@ -20,9 +19,8 @@ typedef struct {
 /* All int64_t: compared as bytes. */
 typedef struct {
     int64_t batch, seq, heads_q, heads_kv, head_dim;
-    int64_t causal, packed, backward; /* not packed and backward at once */
+    int64_t causal, packed;
     ith_sdpa_place q, k, v, o;
-    ith_sdpa_place do_, dq, dk, dv; /* zero in forward */
 } ith_sdpa_key;
 
 /* Names of the real tensors. RAGGED + i: offsets of the documents times ragged_stride[i]. */
@@ -33,15 +31,8 @@ enum {
     ITH_SDPA_V,
     ITH_SDPA_O,
     ITH_SDPA_LSE, /* [T,Hq] f32, also without packing */
-    ITH_SDPA_DO,
-    ITH_SDPA_DQ,
-    ITH_SDPA_DK,
-    ITH_SDPA_DV,
-    ITH_SDPA_DELTA,   /* T*Hq f32: sum of do*o */
-    ITH_SDPA_DQ_SUM,  /* B*Hq*S*Dh f32: dq before it is rounded */
     ITH_SDPA_LENGTHS, /* [batch] I32 */
     ITH_SDPA_SCALE,   /* by value, on the host, from here on */
-    ITH_SDPA_ONE,
     ITH_SDPA_MASKED,
     ITH_SDPA_RAGGED,
     ITH_SDPA_MAX_RAGGED = 10,
