@@ -83,19 +83,21 @@ static delta_args args_of(ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor g
     return a;
 }
 
-/* A document in p pieces takes a head p - 1 walks from zero and p - 2 for the maps, a block each;
- * from 3 pieces on it gains. So all cells of (document, piece, head) are at most one a block. */
+/* A document in p pieces takes a head p - 1 walks from zero and p - 2 for the maps, a block each
+ * (p and p - 1 where the end of the last is wanted, too), and p walks in the end; from 3 pieces on
+ * it gains. So all cells of (document, piece, head) are at most one a block. */
 static bool has_pieces(int64_t heads)
 {
     return 3 * heads <= ITH_CUDA_SMS;
 }
 
-/* As many as keep the device busy, of PIECE_CHUNKS chunks or more. */
-static int64_t pieces_of(int64_t heads, int64_t docs, int64_t chunks)
+/* As many as keep the device busy in one wave, of PIECE_CHUNKS chunks or more. ends_only: nothing
+ * is walked in the end, so that 2 pieces gain. */
+static int64_t pieces_of(int64_t heads, int64_t docs, int64_t chunks, bool ends_only)
 {
-    int64_t walks = heads * docs, most = (ITH_CUDA_SMS / walks + 3) / 2;
+    int64_t walks = heads * docs, most = (ITH_CUDA_SMS / walks + (ends_only ? 1 : 3)) / 2;
     int64_t pieces = ith_min_i64(most, chunks / docs / PIECE_CHUNKS);
-    return 3 * walks <= ITH_CUDA_SMS && pieces >= 3 ? pieces : 1;
+    return 3 * walks <= ITH_CUDA_SMS && pieces >= (ends_only ? 2 : 3) ? pieces : 1;
 }
 
 static int64_t lay_out(delta_args *a, delta_scratch *s, ith_carve c, ith_seqs seqs, bool backward,
@@ -166,7 +168,7 @@ static int64_t enter_stretch(delta_args *a, const delta_scratch *s, ith_seqs seq
         docs += end > a->first;
         at = end;
     }
-    a->pieces = pieces_of(a->heads, docs, a->count);
+    a->pieces = pieces_of(a->heads, docs, a->count, a->carry_only);
     return docs;
 }
 
@@ -315,7 +317,7 @@ static ith_status backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tenso
     for (int64_t i = stretches - 1; i >= 0; i--) {
         int64_t docs = enter_stretch(&a, &s, seqs, chunks, i);
         a.carried = s.begins + i * s.state_size;
-        a.carry = s.begins + (i + 1) * s.state_size; /* the same bits again */
+        a.carry = s.begins + (i + 1) * s.state_size; /* read already */
         ITH_TRY(prepare(ctx, &a, fast));
         ITH_TRY(scan(ctx, &a, docs, fast));
         a.carried = s.gradients + i % 2 * s.state_size;

@@ -22,7 +22,7 @@ typedef struct {
     };
     float m[C * PITCH];
     log_sum sum[2][C];
-    float beta[2][C], squares[2][2][C], q_norm[C], k_norm[C];
+    float beta[2][C], squares[2][C], q_norm[C], k_norm[C];
     uint64_t here;
 } prepare_shared;
 
@@ -62,11 +62,10 @@ __device__ __forceinline__ float half_square(const bf16 *tile)
     return sum;
 }
 
+/* Rounded to tf32, halves away from zero; the product leaves the 13 bits below alone. */
 __device__ __forceinline__ uint32_t tf32(float x)
 {
-    uint32_t r;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
-    return r;
+    return __float_as_uint(x) + 0x1000;
 }
 
 /* A result as left operand: its columns 2t, 2t + 1 are the inner indices t, t + 4 of the product;
@@ -239,24 +238,33 @@ __device__ __forceinline__ void store_p(prepare_shared *s, int own, const square
 {
     int lane = (int)threadIdx.x % 32, m = (int)threadIdx.x / 32 * 16, g = lane / 4, t = lane % 4;
     log_sum rows[2] = {s->sum[own][m + g], s->sum[own][m + g + 8]};
+    uint32_t at = shared_at(s->p[own]) + (uint32_t)(m + lane % 16) * 128;
 #pragma unroll
-    for (int n = 0; n < C / 8; n++) {
-        int j = n * 8 + 2 * t;
-        log_sum cols[2] = {s->sum[own][j], s->sum[own][j + 1]};
+    for (int k = 0; k < C / 16; k++) {
+        uint32_t f[4] = {};
+        if (k * 16 <= m) { /* not above the diagonal */
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int i = m + g + h * 8;
-            float x = 0, y = 0;
-            if (n * 8 < m + 16) { /* not above the diagonal */
-                x = qk[n][2 * h] * decay_of(rows[h], cols[0]);
-                y = qk[n][2 * h + 1] * decay_of(rows[h], cols[1]);
+            for (int i = 0; i < 4; i++) {
+                int n = 2 * k + i / 2, row = m + g + i % 2 * 8, j = n * 8 + 2 * t;
+                float x = qk[n][i % 2 * 2] * decay_of(rows[i % 2], s->sum[own][j]);
+                float y = qk[n][i % 2 * 2 + 1] * decay_of(rows[i % 2], s->sum[own][j + 1]);
+                f[i] = two(j <= row ? x : 0.0f, j + 1 <= row ? y : 0.0f);
             }
-            put2(s->p[own] + place_of(i, j), j <= i ? x : 0.0f, j + 1 <= i ? y : 0.0f);
         }
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                         at + (uint32_t)(2 * k + lane / 16 ^ lane % 8) * 16),
+                     "r"(f[0]), "r"(f[1]), "r"(f[2]), "r"(f[3])
+                     : "memory");
     }
 }
 
 /* ---- the kernel ---- */
+
+/* 1 / the length of a vector, from its square. */
+__device__ __forceinline__ float norm_of(float square)
+{
+    return rsqrtf(square + 1e-6f);
+}
 
 /* Norms of all rows; M; qk: Q K^T of unit vectors, q times the scale. */
 __device__ __forceinline__ void make_products(prepare_shared *s, const delta_args &a, int64_t at,
@@ -268,30 +276,51 @@ __device__ __forceinline__ void make_products(prepare_shared *s, const delta_arg
     product_t(qk, s->q, s->k);
     product_t(kk, s->k, s->k);
     wgmma_commit();
-    s->squares[0][id / C][id % C] = half_square(s->q);
-    s->squares[1][id / C][id % C] = half_square(s->k);
-    __syncthreads();
-    int i = id % C, which = id / C;
-    float norm = 1.0f / sqrtf(s->squares[which][0][i] + s->squares[which][1][i] + 1e-6f);
-    norm *= which ? 1.0f : a.scale;
-    (which ? s->k_norm : s->q_norm)[i] = norm;
-    a.norms[at * 2 * C + id] = norm;
+    s->squares[id / C][id % C] = half_square(s->q);
     wgmma_wait<0>();
     wgmma_results(qk);
     wgmma_results(kk);
+#pragma unroll
+    for (int r = 0; r < 2; r++) { /* squares of k lie on the diagonal */
+        float square = 0;
+#pragma unroll
+        for (int n = r; n < C / 8; n += 2)
+            if (n / 2 * 16 == m)
+                square = g % 2 ? kk[n][2 * r + 1] : kk[n][2 * r];
+        if (t == g / 2)
+            s->k_norm[m + g + 8 * r] = norm_of(square);
+    }
     __syncthreads();
+    float q_row[2], k_row[2];
 #pragma unroll
-    for (int n = 0; n < C / 8; n++)
+    for (int r = 0; r < 2; r++) {
+        int row = m + g + 8 * r;
+        q_row[r] = a.scale * norm_of(s->squares[0][row] + s->squares[1][row]);
+        k_row[r] = s->k_norm[row];
+    }
+    if (t == 0) {
+        float *out = a.norms + at * 2 * C + m + g;
 #pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-            int row = m + g + e / 2 * 8, col = n * 8 + 2 * t;
-            float2 norms = pair_at(s->k_norm + col);
-            float x = s->k_norm[row] * norms.x, y = s->k_norm[row] * norms.y;
-            qk[n][e] *= s->q_norm[row] * norms.x;
-            qk[n][e + 1] *= s->q_norm[row] * norms.y;
-            *reinterpret_cast<float2 *>(s->m + row * PITCH + col) = make_float2(
-                col < row ? kk[n][e] * x : 0.0f, col + 1 < row ? kk[n][e + 1] * y : 0.0f);
+        for (int r = 0; r < 2; r++) {
+            s->q_norm[m + g + 8 * r] = out[8 * r] = q_row[r];
+            out[C + 8 * r] = k_row[r];
         }
+    }
+#pragma unroll
+    for (int n = 0; n < C / 8; n++) {
+        int col = n * 8 + 2 * t;
+        float2 norms = pair_at(s->k_norm + col);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int row = m + g + r * 8;
+            qk[n][2 * r] *= q_row[r] * norms.x;
+            qk[n][2 * r + 1] *= q_row[r] * norms.y;
+            float x = kk[n][2 * r] * (k_row[r] * norms.x);
+            float y = kk[n][2 * r + 1] * (k_row[r] * norms.y);
+            *reinterpret_cast<float2 *>(s->m + row * PITCH + col) =
+                make_float2(col < row ? x : 0.0f, col + 1 < row ? y : 0.0f);
+        }
+    }
 }
 
 /* Norms, decays, Z and P.    grid: key heads, chunks: blocks at work together read whole rows */

@@ -15,22 +15,28 @@ typedef struct {
     float q_norm[C], k_norm[C];
 } grads_pair;
 
+/* What dg is made of, of each warp. */
 typedef struct {
-    grads_pair pair[2];
+    float rows[SIDES][C], cols[4][C], reads[SIDES][C], writes[SIDES][C];
+    double through[THREADS / 32];
+} decay_sums;
+
+typedef struct {
+    grads_pair pair[2]; /* in the end dq and dk lie where q and k were */
     alignas(1024) bf16 dout[TILE], y[TILE], dr[TILE];
     bf16 s[DIM * DIM], ds[DIM * DIM];
     /* Np and Nk times the norms of k (columns), of q and k (rows) */
     bf16 np_k[SQUARE], np_q[SQUARE], nk_k[SQUARE], nk_t[SQUARE];
     log_sum sum[C];
     float gates[DELTA_BETA + 1][C];
-    float rows[SIDES][C], cols[4][C], reads[SIDES][C], writes[SIDES][C]; /* of each warp */
-    double through[THREADS / 32];
+    decay_sums sums[2];       /* of a value head and the next */
+    float ends[2][SIDES][C];  /* dQ q, dK k */
     uint64_t rows_here, states_here; /* barriers of what comes from memory */
 } grads_shared;
 
 struct grads_args {
     delta_args a;
-    CUtensorMap q, k, dout; /* of [T,H,D] as [H,T,D] */
+    CUtensorMap q, k, dout, dq, dk; /* of [T,H,D] as [H,T,D] */
     int64_t items;          /* chunks of key heads */
 };
 
@@ -47,10 +53,39 @@ __device__ __forceinline__ grads_place grads_place_of(const delta_args &a, int64
     return p;
 }
 
-__device__ __forceinline__ float2 get2(const bf16 *from)
+/* ---- fragments: rows m + lane/4 (+ 8), columns 8 n + 2 (lane%4) + {0, 1} from `from` on ---- */
+
+/* Where this lane's row of matrices of columns `from` + 16 k and on lies in a tile. */
+__device__ __forceinline__ uint32_t matrices_at(const bf16 *tile, int m, int from, int k)
 {
-    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(from));
+    int lane = (int)threadIdx.x % 32, row = m + lane % 16, piece = from % 64 / 8 + 2 * k + lane / 16;
+    return shared_at(tile) + (uint32_t)(from / 64 * PIECE_BYTES + row * 128 + (piece ^ row % 8) * 16);
 }
+
+template <int N>
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[N][4], const bf16 *tile, int m, int from)
+{
+#pragma unroll
+    for (int k = 0; k < N; k++)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(x[k][0]), "=r"(x[k][1]), "=r"(x[k][2]), "=r"(x[k][3])
+                     : "r"(matrices_at(tile, m, from, k))
+                     : "memory");
+}
+
+template <int N>
+__device__ __forceinline__ void store_matrices(bf16 *tile, const uint32_t (&x)[N][4], int m,
+                                               int from)
+{
+#pragma unroll
+    for (int k = 0; k < N; k++)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                         matrices_at(tile, m, from, k)),
+                     "r"(x[k][0]), "r"(x[k][1]), "r"(x[k][2]), "r"(x[k][3])
+                     : "memory");
+}
+
+typedef uint32_t side_units[SIDE / 16][4]; /* a warp's part of q or k, as in memory */
 
 /* ---- loads: one thread starts them ---- */
 
@@ -115,42 +150,46 @@ __device__ __forceinline__ void add_square(float (&total)[SIDE / 8][4], const bf
 
 /* ---- sums ---- */
 
-/* Row sums of unit o x over a warp's columns. unit: a tile of vectors, norm: of its rows. */
-__device__ __forceinline__ void dot_rows(float (&dots)[2], const float (&x)[SIDE / 8][4],
-                                         const bf16 *unit, const float *norm, int m, int half)
+/* total += f x, f by rows; returns row sums of f x times unit over the warp's columns. */
+__device__ __forceinline__ float2 take(float (&total)[SIDE / 8][4], const float (&x)[SIDE / 8][4],
+                                       const float (&f)[2], const side_units &unit)
 {
-    int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    dots[0] = dots[1] = 0;
+    float dots[2] = {};
 #pragma unroll
-    for (int n = 0; n < SIDE / 8; n++)
+    for (int k = 0; k < SIDE / 16; k++)
 #pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-            float2 u = get2(unit + place_of(m + g + e / 2 * 8, half + n * 8 + 2 * t));
-            dots[e / 2] += u.x * x[n][e] + u.y * x[n][e + 1];
+        for (int i = 0; i < 4; i++) {
+            int n = 2 * k + i / 2, r = i % 2;
+            float2 u = both(unit[k][i]);
+            float a = x[n][2 * r] * f[r], b = x[n][2 * r + 1] * f[r];
+            total[n][2 * r] += a;
+            total[n][2 * r + 1] += b;
+            dots[r] += u.x * a + u.y * b;
         }
-    dots[0] = group_sum(dots[0], 4) * norm[m + g];
-    dots[1] = group_sum(dots[1], 4) * norm[m + g + 8];
+    return make_float2(group_sum(dots[0], 4), group_sum(dots[1], 4));
 }
 
-/* x scaled by rows, itself added to total. */
-__device__ __forceinline__ void take(float (&total)[SIDE / 8][4], float (&x)[SIDE / 8][4],
-                                     const float (&f)[2])
+/* The same of a whole. */
+__device__ __forceinline__ float2 dot_rows(const float (&total)[SIDE / 8][4], const side_units &unit)
 {
+    float dots[2] = {};
 #pragma unroll
-    for (int n = 0; n < SIDE / 8; n++)
+    for (int k = 0; k < SIDE / 16; k++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            x[n][e] *= f[e / 2];
-            total[n][e] += x[n][e];
+        for (int i = 0; i < 4; i++) {
+            int n = 2 * k + i / 2, r = i % 2;
+            float2 u = both(unit[k][i]);
+            dots[r] += u.x * total[n][2 * r] + u.y * total[n][2 * r + 1];
         }
+    return make_float2(group_sum(dots[0], 4), group_sum(dots[1], 4));
 }
 
-__device__ __forceinline__ void put_rows(float *to, const float (&dots)[2], int m)
+__device__ __forceinline__ void put_rows(float *to, float2 dots, int m)
 {
     int lane = (int)threadIdx.x % 32, g = lane / 4;
     if (lane % 4 == 0) {
-        to[m + g] = dots[0];
-        to[m + g + 8] = dots[1];
+        to[m + g] = dots.x;
+        to[m + g + 8] = dots.y;
     }
 }
 
@@ -158,15 +197,16 @@ typedef float mask_part[MASK_SIDE / 8][4];
 
 /* Np, Nk as operands; row and column sums of C; dbeta. qk, kk: products of the raw vectors, np, nk:
  * of dO and dR with Y. */
-__device__ __forceinline__ void make_masks(grads_shared *sh, const grads_pair *pair,
-                                           const delta_args &a, const delta_chunk &chunk,
-                                           int64_t head, const mask_part &qk, const mask_part &kk,
-                                           const mask_part &np, const mask_part &nk, int m,
-                                           int half)
+__device__ __forceinline__ void make_masks(grads_shared *sh, decay_sums *sums,
+                                           const grads_pair *pair, const delta_args &a,
+                                           const delta_chunk &chunk, int64_t head,
+                                           const mask_part &qk, const mask_part &kk,
+                                           const mask_part &np, const mask_part &nk, int m, int half)
 {
     int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = (int)threadIdx.x / 32;
     log_sum row_sum[2];
-    float row_beta[2], row_q[2], row_k[2], rows[2] = {};
+    float row_beta[2], row_q[2], row_k[2], rows[2] = {}, diagonal[2] = {};
+    uint32_t out[4][MASK_SIDE / 16][4]; /* np_k, np_q, nk_k, nk_t */
 #pragma unroll
     for (int e = 0; e < 2; e++) {
         int i = m + g + 8 * e;
@@ -184,42 +224,45 @@ __device__ __forceinline__ void make_masks(grads_shared *sh, const grads_pair *p
         float col_beta[2] = {beta.x, beta.y}, col_k[2] = {k_norm.x, k_norm.y}, cols[2] = {};
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            int i = m + g + e * 8, at = place_of(i, j0);
+            int i = m + g + e * 8, at = n % 2 * 2 + e;
             float p[2] = {}, x[2] = {};
 #pragma unroll
             for (int d = 0; d < 2; d++) {
                 int j = j0 + d;
                 float decay = decay_of(row_sum[e], col_sum[d]) * col_beta[d];
-                if (j == i && i < chunk.rows)
-                    ((float *)a.dbeta.data)[(chunk.row + i) * a.dbeta.stride[0] + head] =
-                        nk[n][2 * e + d];
-                if (j <= i)
-                    p[d] = np[n][2 * e + d] * decay;
-                if (j < i) {
-                    x[d] = row_beta[e] * nk[n][2 * e + d] * decay;
-                    float carried = col_k[d] * (p[d] * row_q[e] * qk[n][2 * e + d] +
-                                                x[d] * row_k[e] * kk[n][2 * e + d]);
-                    rows[e] += carried;
-                    cols[d] += carried;
-                }
+                diagonal[e] = j == i ? nk[n][2 * e + d] : diagonal[e];
+                p[d] = j <= i ? np[n][2 * e + d] * decay : 0.0f;
+                x[d] = j < i ? row_beta[e] * nk[n][2 * e + d] * decay : 0.0f;
+                float carried = j < i ? col_k[d] * (p[d] * row_q[e] * qk[n][2 * e + d] +
+                                                    x[d] * row_k[e] * kk[n][2 * e + d])
+                                      : 0.0f;
+                rows[e] += carried;
+                cols[d] += carried;
             }
-            put2(sh->np_k + at, p[0] * col_k[0], p[1] * col_k[1]);
-            put2(sh->np_q + at, p[0] * row_q[e], p[1] * row_q[e]);
-            put2(sh->nk_k + at, x[0] * col_k[0], x[1] * col_k[1]);
-            put2(sh->nk_t + at, x[0] * row_k[e], x[1] * row_k[e]);
+            out[0][n / 2][at] = two(p[0] * col_k[0], p[1] * col_k[1]);
+            out[1][n / 2][at] = two(p[0] * row_q[e], p[1] * row_q[e]);
+            out[2][n / 2][at] = two(x[0] * col_k[0], x[1] * col_k[1]);
+            out[3][n / 2][at] = two(x[0] * row_k[e], x[1] * row_k[e]);
         }
 #pragma unroll
         for (int d = 0; d < 2; d++) {
             for (int o = 4; o < 32; o <<= 1)
                 cols[d] += __shfl_xor_sync(0xffffffffu, cols[d], o);
             if (g == 0)
-                sh->cols[warp % 4][j0 + d] = cols[d];
+                sums->cols[warp % 4][j0 + d] = cols[d];
         }
     }
+    store_matrices(sh->np_k, out[0], m, half);
+    store_matrices(sh->np_q, out[1], m, half);
+    store_matrices(sh->nk_k, out[2], m, half);
+    store_matrices(sh->nk_t, out[3], m, half);
+    put_rows(sums->rows[warp / 4], make_float2(group_sum(rows[0], 4), group_sum(rows[1], 4)), m);
 #pragma unroll
-    for (int e = 0; e < 2; e++)
-        rows[e] = group_sum(rows[e], 4);
-    put_rows(sh->rows[warp / 4], rows, m);
+    for (int e = 0; e < 2; e++) {
+        int i = m + g + 8 * e;
+        if (i / MASK_SIDE == warp / 4 && i % 8 / 2 == t && i < chunk.rows)
+            ((float *)a.dbeta.data)[(chunk.row + i) * a.dbeta.stride[0] + head] = diagonal[e];
+    }
 }
 
 /* A thread's share of <S, dS>. */
@@ -240,7 +283,7 @@ __device__ __forceinline__ double state_dot(const grads_shared *sh)
 }
 
 /* dg of a chunk from all sums, by one warp: two tokens a lane, from the last one. */
-__device__ __forceinline__ void finish_decay(grads_shared *sh, const delta_args &a,
+__device__ __forceinline__ void finish_decay(const decay_sums *sh, const delta_args &a,
                                              const delta_chunk &chunk, int64_t head, float last)
 {
     int lane = (int)threadIdx.x % 32;
@@ -274,28 +317,48 @@ __device__ __forceinline__ void finish_decay(grads_shared *sh, const delta_args 
     }
 }
 
-/* dx = norm (total - unit (unit . total)); unit2: the square of the unit vector's length. */
-__device__ __forceinline__ void store_unit(const ith_tensor &out, const delta_chunk &chunk,
-                                           int64_t key, const float (&total)[SIDE / 8][4],
-                                           const bf16 *unit, const float *norm, float (*dots)[C],
-                                           float unit2, int m, int half)
+/* dx = norm (total - unit (unit . total)), to a tile; unit2: the square of the unit vector's length,
+ * dots: unit . total without the norm. */
+__device__ __forceinline__ void put_unit(bf16 *tile, const float (&total)[SIDE / 8][4],
+                                         const side_units &unit, const float *norm,
+                                         const float (*dots)[C], float unit2, int m, int half)
 {
-    int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int g = (int)threadIdx.x % 32 / 4;
+    float n[2], f[2];
+    side_units out;
 #pragma unroll
-    for (int e = 0; e < 4; e += 2) {
-        int i = m + g + e / 2 * 8;
-        float f = 0;
-        for (int w = 0; w < SIDES; w++)
-            f += dots[w][i];
-        f *= norm[i] / unit2;
+    for (int r = 0; r < 2; r++) {
+        int i = m + g + 8 * r;
+        n[r] = norm[i];
+        f[r] = -(dots[0][i] + dots[1][i]) * n[r] * n[r] * n[r] / unit2;
+    }
 #pragma unroll
-        for (int n = 0; n < SIDE / 8; n++) {
-            int j = half + n * 8 + 2 * t;
-            float2 u = get2(unit + place_of(i, j));
-            if (i < chunk.rows)
-                put2(head_row<bf16>(out, chunk.row + i, key) + j, norm[i] * (total[n][e] - u.x * f),
-                     norm[i] * (total[n][e + 1] - u.y * f));
+    for (int k = 0; k < SIDE / 16; k++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int c = 2 * k + i / 2, r = i % 2;
+            float2 u = both(unit[k][i]);
+            out[k][i] = two(n[r] * total[c][2 * r] + f[r] * u.x,
+                            n[r] * total[c][2 * r + 1] + f[r] * u.y);
         }
+    store_matrices(tile, out, m, half);
+}
+
+/* A tile to a chunk's rows; the rows behind belong to another document. */
+__device__ __forceinline__ void send_tile(const CUtensorMap &map, const ith_tensor &to,
+                                          const bf16 *tile, const grads_place &p)
+{
+    if (p.chunk.rows == C) {
+        if (threadIdx.x == 0)
+            for (int piece = 0; piece < 2; piece++)
+                store_box(&map, shared_at(tile) + (uint32_t)piece * PIECE_BYTES, piece * PIECE,
+                          p.chunk.row, (int)p.key);
+        return;
+    }
+    for (int e = (int)threadIdx.x; e < p.chunk.rows * (DIM / 8); e += THREADS) {
+        int i = e / (DIM / 8), j = e % (DIM / 8) * 8;
+        *(uint4 *)(head_row<bf16>(to, p.chunk.row + i, p.key) + j) =
+            *(const uint4 *)(tile + place_of(i, j));
     }
 }
 
@@ -306,7 +369,8 @@ __global__ void __launch_bounds__(THREADS, 1) grads(const __grid_constant__ grad
     grads_shared *sh = (grads_shared *)shared;
     const delta_args &a = w.a;
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, g = lane / 4;
-    int m = warp % 4 * 16, side = warp / 4, half = side * SIDE, mask = side * MASK_SIDE;
+    int side = __shfl_sync(0xffffffffu, warp / 4, 0); /* so that operands lie in uniform registers */
+    int m = warp % 4 * 16, half = side * SIDE, mask = side * MASK_SIDE;
     int64_t item = blockIdx.x;
     uint32_t parity = 0;
     grads_place p = grads_place_of(a, item), next = p;
@@ -319,12 +383,14 @@ __global__ void __launch_bounds__(THREADS, 1) grads(const __grid_constant__ grad
     __syncthreads();
     for (int turn = 0; item < w.items; turn ^= 1, p = next) {
         grads_pair *pair = &sh->pair[turn];
-        float dq[SIDE / 8][4] = {}, dk[SIDE / 8][4] = {}, dots[2];
+        float dq[SIDE / 8][4] = {}, dk[SIDE / 8][4] = {};
+        side_units q, k;
         int64_t begin = p.key * a.group, end = begin + a.group;
         item += gridDim.x;
         if (item < w.items)
             next = grads_place_of(a, item);
         for (int64_t head = begin; head < end; head++, parity ^= 1) {
+            decay_sums *sums = &sh->sums[parity];
             float x[3][SIDE / 8][4];
             mask_part qk, kk, np, nk;
             barrier_wait(shared_at(&sh->rows_here), parity);
@@ -346,7 +412,7 @@ __global__ void __launch_bounds__(THREADS, 1) grads(const __grid_constant__ grad
             wgmma_results(kk);
             wgmma_results(np);
             wgmma_results(nk);
-            make_masks(sh, pair, a, p.chunk, head, qk, kk, np, nk, m, mask);
+            make_masks(sh, sums, pair, a, p.chunk, head, qk, kk, np, nk, m, mask);
             written_for_engines();
             barrier_wait(shared_at(&sh->states_here), parity);
             __syncthreads();
@@ -362,8 +428,10 @@ __global__ void __launch_bounds__(THREADS, 1) grads(const __grid_constant__ grad
             wgmma_commit();
             double through = state_dot(sh);
             if (lane == 0)
-                sh->through[warp] = through;
-            float last = sh->gates[DELTA_DECAY][C - 1], f[2], r[2], v[2];
+                sums->through[warp] = through;
+            load_matrices(q, pair->q, m, half);
+            load_matrices(k, pair->k, m, half);
+            float last = sh->gates[DELTA_DECAY][C - 1], f[2], r[2], v[2], q_norm[2], k_norm[2];
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 int i = m + g + 8 * e;
@@ -371,6 +439,8 @@ __global__ void __launch_bounds__(THREADS, 1) grads(const __grid_constant__ grad
                 f[e] = sh->gates[DELTA_DECAY][i];
                 r[e] = -f[e] * beta;
                 v[e] = sh->gates[DELTA_TAIL][i] * beta;
+                q_norm[e] = pair->q_norm[i];
+                k_norm[e] = pair->k_norm[i];
             }
             wgmma_wait<0>();
             wgmma_results(x[0]);
@@ -381,37 +451,39 @@ __global__ void __launch_bounds__(THREADS, 1) grads(const __grid_constant__ grad
             __syncthreads();
             if (threadIdx.x == 0) { /* over what is read no more */
                 written_for_engines();
+                stores_wait_read();
                 if (head + 1 < end)
                     fetch(sh, NULL, w, p, head + 1);
                 else if (item < w.items)
                     fetch(sh, &sh->pair[turn ^ 1], w, next, next.key * a.group);
             }
-            take(dq, x[0], f);
-            take(dk, x[1], r);
-            take(dk, x[2], v);
-            float reads[2], more[2];
-            dot_rows(reads, x[0], pair->q, pair->q_norm, m, half);
-            dot_rows(more, x[1], pair->k, pair->k_norm, m, half);
-            reads[0] += more[0];
-            reads[1] += more[1];
-            put_rows(sh->reads[side], reads, m);
-            dot_rows(more, x[2], pair->k, pair->k_norm, m, half);
-            put_rows(sh->writes[side], more, m);
+            float2 q_read = take(dq, x[0], f, q), k_read = take(dk, x[1], r, k);
+            float2 k_write = take(dk, x[2], v, k);
+            put_rows(sums->reads[side],
+                     make_float2(q_read.x * q_norm[0] + k_read.x * k_norm[0],
+                                 q_read.y * q_norm[1] + k_read.y * k_norm[1]),
+                     m);
+            put_rows(sums->writes[side],
+                     make_float2(k_write.x * k_norm[0], k_write.y * k_norm[1]), m);
+            if (head + 1 == end) {
+                put_rows(sh->ends[0][side], dot_rows(dq, q), m);
+                put_rows(sh->ends[1][side], dot_rows(dk, k), m);
+            }
             __syncthreads();
             if (warp == 0)
-                finish_decay(sh, a, p.chunk, head, last);
+                finish_decay(sums, a, p.chunk, head, last);
         }
-        __syncthreads();
-        dot_rows(dots, dq, pair->q, pair->q_norm, m, half);
-        put_rows(sh->reads[side], dots, m);
-        dot_rows(dots, dk, pair->k, pair->k_norm, m, half);
-        put_rows(sh->writes[side], dots, m);
+        put_unit(pair->q, dq, q, pair->q_norm, sh->ends[0], a.scale * a.scale, m, half);
+        put_unit(pair->k, dk, k, pair->k_norm, sh->ends[1], 1.0f, m, half);
         written_for_engines();
         __syncthreads();
-        store_unit(a.dq, p.chunk, p.key, dq, pair->q, pair->q_norm, sh->reads, a.scale * a.scale, m,
-                   half);
-        store_unit(a.dk, p.chunk, p.key, dk, pair->k, pair->k_norm, sh->writes, 1.0f, m, half);
+        send_tile(w.dq, a.dq, pair->q, p);
+        send_tile(w.dk, a.dk, pair->k, p);
+        if (threadIdx.x == 0)
+            stores_end();
     }
+    if (threadIdx.x == 0)
+        stores_wait();
 }
 
 static cudaError_t launch(cudaStream_t stream, const grads_args *w)
@@ -431,6 +503,8 @@ ith_status delta_fast_grads(ith_ctx *ctx, const delta_args *a)
     ITH_TRY(delta_fast_map(ctx, &w.q, a->q));
     ITH_TRY(delta_fast_map(ctx, &w.k, a->k));
     ITH_TRY(delta_fast_map(ctx, &w.dout, a->do_));
+    ITH_TRY(delta_fast_map(ctx, &w.dq, a->dq));
+    ITH_TRY(delta_fast_map(ctx, &w.dk, a->dk));
     ITH_CUDA_TRY(ctx, launch(ith_cuda_stream(ctx), &w), a->q);
     return ITH_OK;
 }

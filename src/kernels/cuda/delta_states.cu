@@ -47,7 +47,8 @@ struct walk_args {
 /* What a block works on: chunks first, first + step, ... of `count`. */
 struct walk_place {
     int64_t head, key, col; /* col: its first column */
-    int64_t first, step, count;
+    int64_t first, step;
+    int count;
     bool map;           /* from the identity, without values or dO, for the map of a piece */
     const float *entry; /* [Dk,Dv], NULL: zero */
     float *exit;        /* NULL: not wanted */
@@ -94,7 +95,7 @@ __device__ __forceinline__ bool find_place(walk_place &p, const walk_args &w)
     p.col = (int64_t)blockIdx.x * GROUPS * COLS;
     p.first = IS_BACK ? end - 1 : begin;
     p.step = IS_BACK ? -1 : 1;
-    p.count = end - begin;
+    p.count = (int)(end - begin);
     p.map = z % walks == 1;
     p.entry = NULL;
     if (a.pieces > 1 && !w.trial)
@@ -121,21 +122,36 @@ __device__ __forceinline__ void open_stages(walk_shared<GROUPS, KIND> *sh)
     __syncthreads();
 }
 
+/* Stages are taken in turn; `turn` is the parity of a stage's next phase. */
+struct stage_turn {
+    int stage;
+    uint32_t turn;
+};
+template <int STAGES> __device__ __forceinline__ void advance(stage_turn &t)
+{
+    bool wraps = t.stage + 1 == STAGES;
+    t.stage = wraps ? 0 : t.stage + 1;
+    t.turn ^= wraps;
+}
+
 /* One thread: the copies of all chunks, each as soon as a stage is free. */
 template <int GROUPS, walk_kind KIND>
 __device__ __forceinline__ void feed(walk_shared<GROUPS, KIND> *sh, const walk_args &w,
                                      const walk_place &p)
 {
     const delta_args &a = w.a;
-    int row = p.count ? a.chunks[p.first].row : 0;
-    for (int64_t i = 0; i < p.count; i++) {
-        int64_t c = p.first + i * p.step, at = (c - a.first) * a.heads + p.head;
-        int s = (int)(i % sh->STAGES), next = i + 1 < p.count ? a.chunks[c + p.step].row : 0;
-        auto *to = &sh->stages[s];
-        uint32_t bar = shared_at(&sh->full[s]), k = shared_at(to->k);
+    const delta_chunk *chunk = a.chunks + p.first;
+    int64_t at = (p.first - a.first) * a.heads + p.head;
+    stage_turn t = {0, 1};
+    int row = p.count ? chunk->row : 0;
+    for (int i = 0; i < p.count; i++) {
+        chunk += p.step;
+        int next = i + 1 < p.count ? chunk->row : 0;
+        auto *to = &sh->stages[t.stage];
+        uint32_t bar = shared_at(&sh->full[t.stage]), k = shared_at(to->k);
         constexpr uint32_t GATE_BYTES = sizeof to->gates;
         if (i >= sh->STAGES)
-            barrier_wait(shared_at(&sh->free[s]), (uint32_t)(i / sh->STAGES - 1) & 1);
+            barrier_wait(shared_at(&sh->free[t.stage]), t.turn);
         barrier_expect(bar, (sh->WHOLE ? 2 : 1) * (TILE_BYTES + SQUARE_BYTES) +
                                 GROUPS * SQUARE_BYTES + GATE_BYTES);
         copy_box(k, &w.k, bar, 0, row, (int)p.key, 0);
@@ -151,15 +167,18 @@ __device__ __forceinline__ void feed(walk_shared<GROUPS, KIND> *sh, const walk_a
         }
         copy_bytes(shared_at(to->z), (const bf16 *)a.z + at * C * C, SQUARE_BYTES, bar);
         row = next;
+        at += p.step * a.heads;
+        advance<walk_shared<GROUPS, KIND>::STAGES>(t);
     }
 }
 
 /* A stage has come; what lies behind the end of its chunk becomes zero. */
 template <int GROUPS, walk_kind KIND>
-__device__ __forceinline__ void enter_stage(walk_shared<GROUPS, KIND> *sh, int64_t i, int rows)
+__device__ __forceinline__ void enter_stage(walk_shared<GROUPS, KIND> *sh, const stage_turn &t,
+                                            int rows)
 {
-    auto *in = &sh->stages[i % sh->STAGES];
-    barrier_wait(shared_at(&sh->full[i % sh->STAGES]), (uint32_t)(i / sh->STAGES) & 1);
+    auto *in = &sh->stages[t.stage];
+    barrier_wait(shared_at(&sh->full[t.stage]), t.turn);
     if (rows < C) {
         clear_rows<GROUPS * GROUP_THREADS>(in->k, 2, rows);
         clear_rows<GROUPS * GROUP_THREADS>(in->v[0], GROUPS, rows);
@@ -171,20 +190,16 @@ __device__ __forceinline__ void enter_stage(walk_shared<GROUPS, KIND> *sh, int64
 }
 
 template <int GROUPS, walk_kind KIND>
-__device__ __forceinline__ void leave_stage(walk_shared<GROUPS, KIND> *sh, int64_t i)
+__device__ __forceinline__ void leave_stage(walk_shared<GROUPS, KIND> *sh, stage_turn &t)
 {
     written_for_engines(); /* what was cleared */
     __syncwarp();
     if (threadIdx.x % 32 == 0)
-        barrier_arrive(shared_at(&sh->free[i % sh->STAGES]));
+        barrier_arrive(shared_at(&sh->free[t.stage]));
+    advance<walk_shared<GROUPS, KIND>::STAGES>(t);
 }
 
 /* ---- fragments ---- */
-
-__device__ __forceinline__ float2 both(uint32_t x)
-{
-    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(&x));
-}
 
 /* Results as left operands. */
 template <int N>
@@ -274,6 +289,21 @@ __device__ __forceinline__ void send_rows(const CUtensorMap &map, const ith_tens
     }
 }
 
+/* A warpgroup's columns of a state, as left operands, through two tiles to the state's piece `to`
+ * and the one below. */
+__device__ __forceinline__ void send_state(bf16 *to, char *tiles,
+                                           const uint32_t (&left)[DIM / 16][4])
+{
+    results_free<1>();
+    put_turned(tiles, left);
+    results_written();
+    if (!is_sender())
+        return;
+    store_bytes(to, shared_at(tiles), SQUARE_BYTES);
+    store_bytes(to + 2 * C * COLS, shared_at(tiles + SQUARE_BYTES), SQUARE_BYTES);
+    stores_end();
+}
+
 /* A warpgroup's columns of a state in f32 memory [Dk,Dv], from `col` on; s is the transpose. */
 __device__ __forceinline__ void load_state(float (&s)[DIM / 8][4], const walk_place &p, int64_t col)
 {
@@ -358,14 +388,15 @@ __device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_a
         send_rows(w.o, a.o, results[0], chunk.row, chunk.rows, p.head, col);
         stores_end();
     };
-    for (int64_t i = 0; i < p.count; i++) {
-        int64_t c = p.first + i, at = (c - a.first) * a.heads + p.head;
-        const auto *in = &sh->stages[i % sh->STAGES];
+    int64_t at = (p.first - a.first) * a.heads + p.head;
+    stage_turn t = {};
+    for (int i = 0; i < p.count; i++, at += a.heads) {
+        const auto *in = &sh->stages[t.stage];
         const float(*gates)[C] = in->gates;
         uint32_t left[DIM / 16][4], f[C / 16][4];
         float x[C / 8][4], o[C / 8][4];
         as_left(left, s);
-        enter_stage(sh, i, next.rows);
+        enter_stage(sh, t, next.rows);
         wgmma_begin();
         times_turned(x, left, in->k);
         wgmma_commit();
@@ -377,19 +408,10 @@ __device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_a
         }
         chunk = next;
         if (i + 1 < p.count)
-            next = a.chunks[c + 1];
+            next = a.chunks[p.first + i + 1];
         load_turned(f, in->v[group]);
-        if (!OUT && a.states && !w.trial) {
-            results_free<1>();
-            put_turned(results[0], left);
-            results_written();
-            if (is_sender()) {
-                bf16 *to = (bf16 *)a.states + at * size + side * C * COLS;
-                store_bytes(to, shared_at(results[0]), SQUARE_BYTES);
-                store_bytes(to + 2 * C * COLS, shared_at(results[1]), SQUARE_BYTES);
-                stores_end();
-            }
-        }
+        if (!OUT && a.states && !w.trial)
+            send_state((bf16 *)a.states + at * size + side * C * COLS, results[0], left);
         wgmma_wait<OUT ? 1 : 0>();
         wgmma_results(x);
 #pragma unroll
@@ -398,7 +420,7 @@ __device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_a
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 uint32_t &own = f[n / 2][n % 2 * 2 + h];
-                float2 v = p.map ? make_float2(0, 0) : both(own);
+                float2 v = !OUT && p.map ? make_float2(0, 0) : both(own);
                 x[n][2 * h] = v.x - read.x * x[n][2 * h];
                 x[n][2 * h + 1] = v.y - read.y * x[n][2 * h + 1];
                 own = two(-beta.x * x[n][2 * h], -beta.y * x[n][2 * h + 1]);
@@ -451,7 +473,7 @@ __device__ __forceinline__ void walk(walk_shared<GROUPS, KIND> *sh, const walk_a
         }
         wgmma_wait<0>();
         wgmma_results(s);
-        leave_stage(sh, i);
+        leave_stage(sh, t);
         if constexpr (OUT) {
             wgmma_results(o);
             as_left(d, o);
@@ -478,17 +500,18 @@ __device__ __forceinline__ void walk_back(walk_shared<GROUPS, BACK> *sh, const w
     delta_chunk chunk = {}, next = {};
     if (p.count)
         next = a.chunks[p.first];
-    for (int64_t i = 0; i < p.count; i++) {
-        int64_t c = p.first - i, at = (c - a.first) * a.heads + p.head;
-        const auto *in = &sh->stages[i % sh->STAGES];
+    int64_t at = (p.first - a.first) * a.heads + p.head;
+    stage_turn t = {};
+    for (int i = 0; i < p.count; i++, at -= a.heads) {
+        const auto *in = &sh->stages[t.stage];
         const float(*gates)[C] = in->gates;
         uint32_t left[DIM / 16][4], f[C / 16][4], r[C / 16][4];
         float d[C / 8][4], x[C / 8][4];
         chunk = next;
         if (i + 1 < p.count)
-            next = a.chunks[c - 1];
+            next = a.chunks[p.first - i - 1];
         as_left(left, s);
-        enter_stage(sh, i, chunk.rows);
+        enter_stage(sh, t, chunk.rows);
         load_turned(f, in->v[group]);
         float last = gates[DELTA_DECAY][C - 1];
 #pragma unroll
@@ -512,17 +535,8 @@ __device__ __forceinline__ void walk_back(walk_shared<GROUPS, BACK> *sh, const w
         wgmma_begin();
         times_rows(s, r, in->q);
         wgmma_commit();
-        if (!w.trial) {
-            results_free<1>();
-            put_turned(results[0], left);
-            results_written();
-            if (is_sender()) {
-                bf16 *to = (bf16 *)a.dstates + at * size + side * C * COLS;
-                store_bytes(to, shared_at(results[0]), SQUARE_BYTES);
-                store_bytes(to + 2 * C * COLS, shared_at(results[1]), SQUARE_BYTES);
-                stores_end();
-            }
-        }
+        if (!w.trial)
+            send_state((bf16 *)a.dstates + at * size + side * C * COLS, results[0], left);
         wgmma_wait<1>();
         wgmma_results(d);
         wgmma_results(x);
@@ -569,14 +583,17 @@ __device__ __forceinline__ void walk_back(walk_shared<GROUPS, BACK> *sh, const w
         }
         wgmma_wait<0>();
         wgmma_results(s);
-        leave_stage(sh, i);
+        leave_stage(sh, t);
     }
     if (p.exit)
         save_state(p.exit + col, s);
     stores_wait();
 }
 
-enum { FEED_REGISTERS = 40, WALK_REGISTERS = 232 }; /* one and two groups share 512 */
+/* One and two groups share 512. With one group, too: where a block asks for registers the compiler
+ * keeps addresses of operands in uniform registers, else it moves them there before every product.
+ */
+enum { FEED_REGISTERS = 40, WALK_REGISTERS = 232 };
 
 /* grid: column blocks, value heads, documents x pieces (x 2 with maps) */
 template <int GROUPS, walk_kind KIND>
@@ -590,13 +607,11 @@ __global__ void __launch_bounds__((GROUPS + 1) * GROUP_THREADS, 1)
         return;
     open_stages(sh);
     if (threadIdx.x >= GROUPS * GROUP_THREADS) {
-        if constexpr (GROUPS > 1)
-            registers_give<FEED_REGISTERS>();
+        registers_give<FEED_REGISTERS>();
         if (threadIdx.x == GROUPS * GROUP_THREADS)
             feed(sh, w, p);
     } else {
-        if constexpr (GROUPS > 1)
-            registers_take<WALK_REGISTERS>();
+        registers_take<WALK_REGISTERS>();
         if constexpr (KIND == BACK)
             walk_back(sh, w, p);
         else
@@ -606,50 +621,97 @@ __global__ void __launch_bounds__((GROUPS + 1) * GROUP_THREADS, 1)
 
 /* ---- from piece to piece ---- */
 
-enum { CHAIN_COLS = 16, CHAIN_THREADS = 2 * DIM };
+enum { CHAIN_COLS = 16, CHAIN_THREADS = 256, CHAIN_LOADS = DIM * DIM / 4 / CHAIN_THREADS };
+
+/* A thread makes two rows, `first` and `first` + `apart`, and four columns. */
+typedef struct {
+    float map[DIM][DIM + 4], s[DIM][CHAIN_COLS];
+} chain_shared;
+
+__device__ __forceinline__ void add_times(float4 &to, float f, const float4 &x)
+{
+    to.x += f * x.x;
+    to.y += f * x.y;
+    to.z += f * x.z;
+    to.w += f * x.w;
+}
+
+/* out += map s; TURN: map^T s, for rows that lie side by side. */
+template <bool TURN>
+__device__ __forceinline__ void add_map(float4 (&out)[2], const chain_shared *sh, int row, int apart,
+                                        int col)
+{
+#pragma unroll 4
+    for (int k = 0; k < DIM; k += 4) {
+        float f[2][4];
+        if constexpr (TURN) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                float2 pair = *(const float2 *)&sh->map[k + j][row];
+                f[0][j] = pair.x;
+                f[1][j] = pair.y;
+            }
+        } else {
+#pragma unroll
+            for (int r = 0; r < 2; r++)
+                load_any<float, 4>(f[r], &sh->map[row + r * apart][k]);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float4 x = *(const float4 *)&sh->s[k + j][col];
+            add_times(out[0], f[0][j], x);
+            add_times(out[1], f[1][j], x);
+        }
+    }
+}
 
 /* Entries of all pieces in f32: S <- map S + end; BACK: map^T, from the last. The first one is
- * copied, for the last walk may write where it lies.
+ * copied, for the last walk may write where it lies. A map comes while the one before is at work.
  * grid: columns of the state, value heads, documents */
 template <bool BACK>
 __global__ void __launch_bounds__(CHAIN_THREADS) chain_pieces(const delta_args a)
 {
-    __shared__ float s[DIM][CHAIN_COLS];
-    int row = (int)threadIdx.x / 2, col = (int)threadIdx.x % 2 * 8;
-    int64_t head = blockIdx.y, size = (int64_t)DIM * DIM;
-    int64_t at = (int64_t)row * DIM + (int64_t)blockIdx.x * CHAIN_COLS + col;
+    extern __shared__ __align__(1024) char shared[];
+    chain_shared *sh = (chain_shared *)shared;
+    constexpr int APART = BACK ? 1 : DIM / 2;
+    int id = (int)threadIdx.x, col = id % 4 * 4, row = id / 4 * (BACK ? 2 : 1);
+    int64_t head = blockIdx.y, size = (int64_t)DIM * DIM, step = BACK ? -1 : 1;
+    int64_t at = (int64_t)blockIdx.x * CHAIN_COLS + col;
     delta_span span = span_of(a, a.doc + blockIdx.z);
     const float *entry = document_entry<BACK>(a, span, a.doc + blockIdx.z, head);
-    for (int64_t n = 0; n < a.pieces; n++) {
-        int64_t piece = BACK ? a.pieces - 1 - n : n;
-        int64_t cell = (((int64_t)blockIdx.z * a.pieces + piece) * a.heads + head) * size;
-        bool is_last = n + 1 == a.pieces;
-        if (is_last && !(a.carry_only && span.cut_end))
-            break;
-        float out[8];
+    int64_t turns = a.carry_only && span.cut_end ? a.pieces : a.pieces - 1;
+    int64_t piece = (int64_t)blockIdx.z * a.pieces + (BACK ? a.pieces - 1 : 0);
+    float4 next[CHAIN_LOADS], out[2];
+    auto place = [&](float *of, int64_t p, int r) {
+        return (float4 *)(of + (p * a.heads + head) * size + (row + r * APART) * DIM + at);
+    };
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            out[j] = a.ends[cell + at + j];
-            if (n == 0)
-                a.entries[cell + at + j] = entry ? entry[at + j] : 0.0f;
-        }
+    for (int r = 0; r < 2; r++)
+        *place(a.entries, piece, r) = entry ? *(const float4 *)(entry + (row + r * APART) * DIM + at)
+                                            : make_float4(0, 0, 0, 0);
+    for (int64_t n = 0; n < turns; n++, piece += step) {
+        for (int r = 0; r < 2; r++)
+            out[r] = *place(a.ends, piece, r);
         if (n > 0) { /* the first one began as it should */
-            const float *map = a.maps + cell;
-#pragma unroll 8
-            for (int k = 0; k < DIM; k++) {
-                float f = BACK ? map[(int64_t)k * DIM + row] : map[(int64_t)row * DIM + k];
-#pragma unroll
-                for (int j = 0; j < 8; j++)
-                    out[j] += f * s[k][col + j];
-            }
+            for (int i = 0; i < CHAIN_LOADS; i++)
+                *(float4 *)&sh->map[i * (CHAIN_THREADS / 32) + id / 32][id % 32 * 4] = next[i];
+            __syncthreads();
         }
+        if (n + 1 < turns) {
+            const float4 *map = (const float4 *)(a.maps + ((piece + step) * a.heads + head) * size);
+            for (int i = 0; i < CHAIN_LOADS; i++)
+                next[i] = map[i * CHAIN_THREADS + id];
+        }
+        if (n > 0)
+            add_map<BACK>(out, sh, row, APART, col);
         __syncthreads();
-        int64_t step = BACK ? -a.heads * size : a.heads * size;
-        float *to = is_last ? a.carry + head * size : a.entries + cell + step;
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-            to[at + j] = s[row][col + j] = out[j];
-        __syncthreads();
+        for (int r = 0; r < 2; r++) {
+            *(float4 *)&sh->s[row + r * APART][col] = out[r];
+            if (n + 1 < a.pieces)
+                *place(a.entries, piece + step, r) = out[r];
+            else
+                *(float4 *)(a.carry + head * size + (row + r * APART) * DIM + at) = out[r];
+        }
     }
 }
 
@@ -694,7 +756,13 @@ static ith_status start(ith_ctx *ctx, const delta_args *a, int64_t docs, ith_ten
         dim3 grid(DIM / CHAIN_COLS, (unsigned)a->heads, (unsigned)docs);
         w.trial = true;
         ITH_TRY(walk_all<TRIAL>(ctx, &w, docs));
-        chain_pieces<KIND == BACK><<<grid, CHAIN_THREADS, 0, ith_cuda_stream(ctx)>>>(*a);
+        int bytes = (int)sizeof(chain_shared);
+        ITH_CUDA_TRY(ctx,
+                     cudaFuncSetAttribute(chain_pieces<KIND == BACK>,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+                     a->q);
+        chain_pieces<KIND == BACK>
+            <<<grid, CHAIN_THREADS, (size_t)bytes, ith_cuda_stream(ctx)>>>(*a);
         w.trial = false;
         if (a->carry_only)
             return ITH_OK;
