@@ -337,8 +337,8 @@ ith_status ith_model_head_input(ith_model *model, ith_ctx *ctx, ith_tensor hidde
 ith_status ith_model_logits(ith_model *model, ith_ctx *ctx, ith_tensor logits, ith_tensor hidden,
                             ith_tensor rows);
 
-/* Pushes what generation keeps of `batch` sequences of `capacity` tokens. lengths is the caller's.
- */
+/* Pushes what generation keeps of `batch` sequences of `capacity` tokens. lengths and mesh are
+ * the caller's. */
 ith_status ith_model_place_cache(ith_model *model, ith_ctx *ctx, int64_t batch, int64_t capacity,
                                  ith_kv_cache *cache);
 

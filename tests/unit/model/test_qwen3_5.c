@@ -263,7 +263,7 @@ static void check_decoding(const char *text, const int64_t *start)
     rig_open(&r, text, ITH_F32, ITH_KEEP_ALL);
     int64_t width = r.config.hidden_size;
     for (int pass = 0; pass < 2; pass++) {
-        ith_kv_cache cache;
+        ith_kv_cache cache = {0};
         int64_t len[SEQUENCES] = {0};
         assert_ok(ith_model_place(r.model, &r.session.ctx, false), r.err);
         if (pass)
@@ -296,8 +296,6 @@ static void test_decoding_goes_on_where_prefill_ended(void **state)
         check_decoding(dense_text, starts[i]);
     check_decoding(moe_text, starts[0]);
 }
-
-/* ---- positions ---- */
 
 int main(void)
 {
