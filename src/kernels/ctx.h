@@ -65,8 +65,7 @@ typedef struct {
 } ith_seqs;
 
 /* A document in a window: its first row in the batch, and of its rows those that q has, [q_lo,
- * q_hi), and that k has. Without a window: all of them, or (k_rows != q_rows) the keys of a
- * rectangle. */
+ * q_hi), and that k has. Without a window: all of them. */
 typedef struct {
     int64_t begin, len, q_lo, q_hi, k_lo, k_hi;
 } ith_document;
@@ -74,8 +73,8 @@ typedef struct {
 static inline ith_document ith_document_of(const ith_seqs *s, int64_t begin, int64_t end,
                                            int64_t q_rows, int64_t k_rows)
 {
-    int64_t len = end - begin, keys = !s->window && k_rows != q_rows ? k_rows : len;
-    ith_document d = {begin, len, 0, len, 0, keys};
+    int64_t len = end - begin;
+    ith_document d = {begin, len, 0, len, 0, len};
     if (!s->window)
         return d;
     int64_t q0 = s->q_first - begin, k0 = s->k_first - begin;

@@ -185,8 +185,9 @@ static bool attention_args_fit(ith_tensor q, ith_tensor k, ith_tensor v, ith_ten
     return is_act(q) && q.ndim == 3 && k.ndim == 3 && k.dtype == q.dtype && v.dtype == q.dtype &&
            k.shape[2] == q.shape[2] && is(v, 3, k.shape[0], k.shape[1], k.shape[2]) &&
            q.shape[1] % k.shape[1] == 0 && is_stat(lse, q) &&
-           is(lse, 2, q.shape[0], q.shape[1], 0) && seqs.num_docs >= 0 &&
-           seqs.cu_seqlens.dtype == ITH_I32 && is(seqs.cu_seqlens, 1, seqs.num_docs + 1, 0, 0) &&
+           (seqs.window || k.shape[0] == q.shape[0]) && is(lse, 2, q.shape[0], q.shape[1], 0) &&
+           seqs.num_docs >= 0 && seqs.cu_seqlens.dtype == ITH_I32 &&
+           is(seqs.cu_seqlens, 1, seqs.num_docs + 1, 0, 0) &&
            (absent(seqs.noisy) ||
             (seqs.noisy.dtype == ITH_I32 && is(seqs.noisy, 1, seqs.num_docs, 0, 0) &&
              seqs.position.dtype == ITH_I32 &&
@@ -199,19 +200,12 @@ static bool is_part(ith_tensor t, ith_tensor q)
     return t.dtype == q.dtype || is_stat(t, q);
 }
 
-static bool part_fits(ith_seqs seqs, ith_tensor q, ith_tensor k, bool causal)
-{
-    return seqs.window || k.shape[0] == q.shape[0] ||
-           (!causal && seqs.num_docs == 1 && !ith_seqs_have_blocks(seqs));
-}
-
 ith_status ith_attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
                                  ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
                                  bool causal)
 {
     ITH_ASSERT(attention_args_fit(q, k, v, lse, seqs));
     ITH_ASSERT(is_part(o, q) && is(o, 3, q.shape[0], q.shape[1], q.shape[2]));
-    ITH_ASSERT(part_fits(seqs, q, k, causal));
     ITH_ASSERT(causal || !ith_seqs_have_blocks(seqs));
     RUN(attention_forward, o, lse, q, k, v, seqs, scale, causal);
 }
@@ -228,7 +222,6 @@ ith_status ith_attention_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, it
                is(o, 3, q.shape[0], q.shape[1], q.shape[2]));
     ITH_ASSERT(is(do_, 3, q.shape[0], q.shape[1], q.shape[2]));
     ITH_ASSERT(is_part(dq, q) && is_part(dk, q) && is_part(dv, q));
-    ITH_ASSERT(part_fits(seqs, q, k, causal));
     ITH_ASSERT(causal || !ith_seqs_have_blocks(seqs));
     RUN(attention_backward, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale, causal);
 }

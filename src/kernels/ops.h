@@ -88,11 +88,9 @@ ith_status ith_linear_backward_weight(ith_ctx *ctx, ith_tensor dw, ith_tensor dy
  * indices and never built; keys outside are not touched on the CPU. o = softmax(scale * q k^T) v;
  * lse = log sum exp.      o, q: [T,Hq,Dh] act   k, v: [T,Hkv,Dh] act lse: [T,Hq] f32 values, in a
  * layout that is the backend's own (contiguous memory of T*Hq elements).
- * Parts of an attention over several ranks: k and v may have K rows, another number, when seqs is
- * one document and causal is false: every query sees all K keys, and seqs.max_len covers both; all
- * results may be f32 beside BF16 inputs; rows of lse are [Hq] each. With a window in seqs, q and k
- * are any rows of the batch, under any mask; a query that sees none of these keys has o = 0 and
- * lse = -inf. */
+ * Parts of an attention over several ranks: with a window in seqs, q and k (K rows) are any rows of
+ * the batch, under any mask; a query that sees none of these keys has o = 0 and lse = -inf. All
+ * results may be f32 beside BF16 inputs; rows of lse are [Hq] each. */
 ith_status ith_attention_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
                                  ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
                                  bool causal);

@@ -34,26 +34,15 @@ typedef struct {
     ith_qkv x;
     ith_seqs seqs;
     float scale;
-    bool causal, windows; /* windows: the mask is more than causal, or a device has the borders of
-                             the batch only */
-    T cu;                 /* borders of the documents of a stretch */
-    int32_t *host_cu;     /* the same on the host */
+    bool causal;
 } ring;
 
-static ith_status open_ring(ring *r, const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv x,
-                            ith_seqs seqs, float scale, bool causal)
+static ring ring_of(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv x, ith_seqs seqs,
+                    float scale, bool causal)
 {
-    void *host = NULL;
-    *r = (ring){.mesh = mesh, .ctx = ctx, .n = n, .x = x, .seqs = seqs, .scale = scale};
-    r->rows = x.q.shape[0];
-    r->causal = causal;
-    r->windows = !causal || ith_seqs_have_blocks(seqs) || ctx->device != ith_device_cpu();
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "documents of a stretch", ITH_I32, 1,
-                         seqs.num_docs + 2, 1, 1, 1, &r->cu));
-    ITH_TRY(ith_plan_push(ctx->plan, ITH_MEM_HOST, "documents of a stretch",
-                          (seqs.num_docs + 2) * 4, &host, ctx->err));
-    r->host_cu = host;
-    return ITH_OK;
+    ring r = {mesh, ctx, n, x.q.shape[0], x, seqs, scale, causal};
+    r.seqs.window = true;
+    return r;
 }
 
 static int64_t rank_at(const ith_mesh *mesh, int64_t step)
@@ -85,110 +74,34 @@ static ith_status pass(const ring *r, T out, T in, int mark)
 /* Rows [q_first, q_end) of this ring slice against rows [k_first, k_end) of another one. */
 typedef struct {
     int64_t q_first, q_end, k_first, k_end;
-    bool own; /* a stretch and its own keys */
-    bool causal;
-    ith_seqs seqs;
+    bool own;      /* a stretch and its own keys */
+    ith_seqs seqs; /* the window */
 } pair;
 
-static ith_status set_documents(ring *r, pair *p, int64_t count, int64_t max_len)
+/* Whether any row of stretch q may see one of stretch k. */
+static bool meet(const ring *r, ith_stretch q, ith_stretch k)
 {
-    ith_ctx *ctx = r->ctx;
-    p->seqs = (ith_seqs){.cu_seqlens = ith_row_range(r->cu, 0, count + 1),
-                         .cu_host = r->host_cu,
-                         .num_docs = count,
-                         .max_len = max_len};
-    return ith_ctx_counting(ctx) ? ITH_OK
-                                 : ctx->device->upload(ctx->device, r->cu.data, r->host_cu,
-                                                       (count + 1) * 4, ctx->err);
-}
-
-/* Documents of one stretch, clipped to it. */
-static ith_status clip_documents(ring *r, pair *p, ith_stretch s)
-{
-    int64_t count = 0, max_len = 0;
-    r->host_cu[0] = 0;
-    for (int64_t d = 0; d < r->seqs.num_docs; d++) {
-        int64_t begin = ith_max_i64(r->seqs.cu_host[d], s.first),
-                end = ith_min_i64(r->seqs.cu_host[d + 1], s.first + s.count);
-        if (begin >= end)
-            continue;
-        r->host_cu[++count] = (int32_t)(end - s.first);
-        max_len = ith_max_i64(max_len, end - begin);
-    }
-    return set_documents(r, p, count, max_len);
-}
-
-/* One document: all keys of a rectangle. */
-static ith_status one_document(ring *r, pair *p)
-{
-    r->host_cu[0] = 0;
-    r->host_cu[1] = (int32_t)(p->q_end - p->q_first);
-    return set_documents(r, p, 1, ith_max_i64(p->q_end - p->q_first, p->k_end - p->k_first));
-}
-
-/* Rows of the batch from q_first on against keys from k_first on, under the batch's mask. */
-static void set_window(const ring *r, pair *p, int64_t q_first, int64_t k_first)
-{
-    p->seqs = r->seqs;
-    p->seqs.window = true;
-    p->seqs.q_first = q_first;
-    p->seqs.k_first = k_first;
-    p->causal = r->causal;
-}
-
-static bool share_a_document(const ring *r, ith_stretch a, ith_stretch b)
-{
-    int64_t first = ith_max_i64(a.first, b.first),
-            last = ith_min_i64(a.first + a.count, b.first + b.count) - 1, d = 0;
+    int64_t first = ith_max_i64(q.first, k.first),
+            last = ith_min_i64(q.first + q.count, k.first + k.count) - 1, d = 0;
+    if (q.count == 0 || k.count == 0)
+        return false;
     if (first <= last) /* a stretch and itself */
         return true;
+    if (r->causal && !ith_seqs_have_blocks(r->seqs) && k.first > q.first)
+        return false;
     while (r->seqs.cu_host[d + 1] <= last)
         d++;
     return first < r->seqs.cu_host[d + 1];
 }
 
-/* The pair of stretch q (rows from q_row of this slice) and stretch k (rows from k_row of that of
- * another ring rank); *any: they have work. */
-static ith_status make_pair(ring *r, ith_stretch q, int64_t q_row, ith_stretch k, int64_t k_row,
-                            pair *p, bool *any)
+/* Stretch q (rows from q_row of this slice) against stretch k (rows from k_row of that of another
+ * ring rank). */
+static pair pair_of(const ring *r, ith_stretch q, int64_t q_row, ith_stretch k, int64_t k_row)
 {
-    *p = (pair){.q_first = q_row,
-                .q_end = q_row + q.count,
-                .k_first = k_row,
-                .k_end = k_row + k.count,
-                .own = q.first == k.first,
-                .causal = q.first == k.first};
-    *any =
-        q.count > 0 && k.count > 0 && (r->windows ? share_a_document(r, q, k) : k.first <= q.first);
-    if (!*any)
-        return ITH_OK;
-    if (r->windows) {
-        set_window(r, p, q.first, k.first);
-        return ITH_OK;
-    }
-    if (p->own)
-        return clip_documents(r, p, q);
-    int64_t d = 0, last_key = k.first + k.count - 1;
-    while (r->seqs.cu_host[d + 1] <= last_key)
-        d++;
-    int64_t reach = ith_min_i64(r->seqs.cu_host[d + 1], q.first + q.count) - q.first;
-    *any = reach > 0;
-    p->q_end = q_row + reach;
-    p->k_first = k_row + ith_max_i64(r->seqs.cu_host[d] - k.first, 0);
-    return *any ? one_document(r, p) : ITH_OK;
-}
-
-/* The largest pairs there are, for the plan. */
-static ith_status largest_pair(ring *r, bool own, pair *p)
-{
-    int64_t rows = r->mesh->in_order ? r->rows : ith_div_ceil(r->rows, 2);
-    *p = (pair){.q_end = rows, .k_end = rows, .own = own, .causal = own};
-    if (r->windows) {
-        set_window(r, p, 0, 0);
-        return ITH_OK;
-    }
-    return own ? set_documents(r, p, r->seqs.num_docs, ith_min_i64(rows, r->seqs.max_len))
-               : set_documents(r, p, 1, rows);
+    pair p = {q_row, q_row + q.count, k_row, k_row + k.count, q.first == k.first, r->seqs};
+    p.seqs.q_first = q.first;
+    p.seqs.k_first = k.first;
+    return p;
 }
 
 typedef ith_status (*pair_function)(ring *r, const pair *p, void *arg);
@@ -197,10 +110,10 @@ typedef ith_status (*pair_function)(ring *r, const pair *p, void *arg);
 static ith_status for_pairs(ring *r, int64_t other, pair_function f, void *arg)
 {
     ith_stretch q[2], k[2];
-    pair p;
-    if (ith_ctx_counting(r->ctx)) {
+    if (ith_ctx_counting(r->ctx)) { /* the largest pairs there are */
+        int64_t rows = r->mesh->in_order ? r->rows : ith_div_ceil(r->rows, 2);
         for (int own = 0; own < 2; own++) {
-            ITH_TRY(largest_pair(r, own, &p));
+            pair p = pair_of(r, (ith_stretch){0, rows}, 0, (ith_stretch){!own, rows}, 0);
             ITH_TRY(f(r, &p, arg));
         }
         return ITH_OK;
@@ -210,9 +123,8 @@ static ith_status for_pairs(ring *r, int64_t other, pair_function f, void *arg)
     for (int i = 0; i < 2; i++)
         for (int n = 0; n < 2; n++) {
             int j = n ? 1 - i : i;
-            bool any = false;
-            ITH_TRY(make_pair(r, q[i], i ? q[0].count : 0, k[j], j ? k[0].count : 0, &p, &any));
-            if (any)
+            pair p = pair_of(r, q[i], i ? q[0].count : 0, k[j], j ? k[0].count : 0);
+            if (meet(r, q[i], k[j]))
                 ITH_TRY(f(r, &p, arg));
         }
     return ITH_OK;
@@ -235,12 +147,12 @@ static ith_status forward_pair(ring *r, const pair *p, void *arg)
     T sum = ith_row_range(f->o, p->q_first, p->q_end),
       sum_lse = ith_row_range(f->lse, p->q_first, p->q_end);
     if (p->own)
-        return ith_attention_forward(ctx, sum, sum_lse, q, k, v, p->seqs, r->scale, p->causal);
+        return ith_attention_forward(ctx, sum, sum_lse, q, k, v, p->seqs, r->scale, r->causal);
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "part of attention", ITH_F32, 3, rows, q.shape[1],
                          q.shape[2], 1, &o));
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "part of attention", ITH_F32, 2, rows, q.shape[1],
                          1, 1, &lse));
-    ITH_TRY(ith_attention_forward(ctx, o, lse, q, k, v, p->seqs, r->scale, p->causal));
+    ITH_TRY(ith_attention_forward(ctx, o, lse, q, k, v, p->seqs, r->scale, r->causal));
     ITH_TRY(ith_attention_merge(ctx, sum, sum_lse, o, lse));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     return ITH_OK;
@@ -294,15 +206,13 @@ static int64_t most_rows(const ring *r)
 ith_status ith_ring_attention_forward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, T o, T lse,
                                       ith_qkv x, ith_seqs seqs, float scale, bool causal)
 {
-    ring r;
+    ring r = ring_of(mesh, ctx, n, x, seqs, scale, causal);
     T kv[2];
     forward_pass f = {.k = x.k, .v = x.v, .o = o, .lse = lse};
     if (ith_ring_size(mesh) == 1)
         return ith_attention_forward(ctx, o, lse, x.q, x.k, x.v, seqs, scale, causal);
     int64_t marks[] = {ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE),
-                       ith_plan_mark(ctx->plan, ITH_MEM_COMM),
-                       ith_plan_mark(ctx->plan, ITH_MEM_HOST)};
-    ITH_TRY(open_ring(&r, mesh, ctx, n, x, seqs, scale, causal));
+                       ith_plan_mark(ctx->plan, ITH_MEM_COMM)};
     ITH_TRY(push_kv(&r, x.k.dtype, most_rows(&r), kv));
     if (o.dtype != ITH_F32)
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention sum", ITH_F32, 3, o.shape[0],
@@ -319,7 +229,6 @@ ith_status ith_ring_attention_forward(const ith_mesh *mesh, ith_ctx *ctx, int64_
         ITH_TRY(ith_cast(ctx, o, f.o));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, marks[0]);
     ith_plan_release(ctx->plan, ITH_MEM_COMM, marks[1]);
-    ith_plan_release(ctx->plan, ITH_MEM_HOST, marks[2]);
     return ITH_OK;
 }
 
@@ -360,7 +269,7 @@ static ith_status backward_pair(ring *r, const pair *p, void *arg)
                          k.shape[1], k.shape[2], 1, &dv));
     ITH_TRY(ith_attention_backward(ctx, dq, dk, dv, ith_row_range(b->do_, q0, q1), q, k,
                                    ith_row_range(b->v, k0, k1), ith_row_range(b->o, q0, q1),
-                                   ith_row_range(b->lse, q0, q1), p->seqs, r->scale, p->causal));
+                                   ith_row_range(b->lse, q0, q1), p->seqs, r->scale, r->causal));
     ITH_TRY(add_rows(ctx, b->dq, q0, q1, dq));
     ITH_TRY(await_sums(r, b));
     ITH_TRY(add_rows(ctx, b->dk, k0, k1, dk));
@@ -406,17 +315,15 @@ ith_status ith_ring_attention_backward(const ith_mesh *mesh, ith_ctx *ctx, int64
                                        T do_, ith_qkv x, T o, T lse, ith_seqs seqs, float scale,
                                        bool causal)
 {
-    ring r;
+    ring r = ring_of(mesh, ctx, n, x, seqs, scale, causal);
     T kv[2], dkv[2], own;
     backward_pass b = {.k = x.k, .v = x.v, .o = o, .lse = lse, .do_ = do_};
     if (ith_ring_size(mesh) == 1)
         return ith_attention_backward(ctx, dx.q, dx.k, dx.v, do_, x.q, x.k, x.v, o, lse, seqs,
                                       scale, causal);
     int64_t marks[] = {ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE),
-                       ith_plan_mark(ctx->plan, ITH_MEM_COMM),
-                       ith_plan_mark(ctx->plan, ITH_MEM_HOST)};
+                       ith_plan_mark(ctx->plan, ITH_MEM_COMM)};
     int64_t width = x.k.shape[1] * x.k.shape[2];
-    ITH_TRY(open_ring(&r, mesh, ctx, n, x, seqs, scale, causal));
     ITH_TRY(push_kv(&r, x.k.dtype, most_rows(&r), kv));
     ITH_TRY(push_kv(&r, ITH_F32, most_rows(&r), dkv));
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "gradient sum", ITH_F32, 3, r.rows, x.q.shape[1],
@@ -431,7 +338,6 @@ ith_status ith_ring_attention_backward(const ith_mesh *mesh, ith_ctx *ctx, int64
     ITH_TRY(ith_cast(ctx, as_2d(dx.v), ith_col_range(own, width, 2 * width)));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, marks[0]);
     ith_plan_release(ctx->plan, ITH_MEM_COMM, marks[1]);
-    ith_plan_release(ctx->plan, ITH_MEM_HOST, marks[2]);
     return ITH_OK;
 }
 

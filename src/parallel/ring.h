@@ -9,10 +9,8 @@
  * Causal work is balanced by cutting the tokens into 2R stretches: ring rank r has stretches r and
  * 2R-1-r (mesh.h says which tokens), so every rank sees the same number of keys; with [noisy;
  * clean] documents, too. A mesh in_order has one contiguous stretch a rank instead, for layers that
- * want that; then the last ranks work up to 2 - 1/R times the mean. Two stretches are the same or
- * disjoint; so what a pair of them computes under a causal mask is causal attention of one stretch,
- * or a rectangle: the one document that reaches from the keys to the queries. Under any other mask
- * it is a window of the batch (ctx.h). Parts are merged by their log-sum-exp in f32; gradients of
+ * want that; then the last ranks work up to 2 - 1/R times the mean. What a pair of stretches
+ * computes is a window of the batch under its mask (ctx.h). Parts are merged by their log-sum-exp in f32; gradients of
  * keys and values travel in f32 and come home. Documents are those of the cu_seqlens of all tokens.
  *
  * Bytes that a rank sends, n tokens, e bytes, dkv = kv heads of its share * head_dim:

@@ -360,46 +360,6 @@ static ith_status attention_backward(op_run *r, const int64_t *a)
                                   a[ATT_CAUSAL] != 0);
 }
 
-/* Rectangles: all queries see all keys; results in f32. */
-enum { RECT_Q, RECT_K, RECT_HQ, RECT_HKV, RECT_DH };
-
-static ith_status attention_rectangle(op_run *r, const int64_t *a, bool backward)
-{
-    int32_t cu[] = {0, (int32_t)a[RECT_Q]};
-    ith_seqs seqs = {.num_docs = 1, .max_len = ith_max_i64(a[RECT_Q], a[RECT_K])};
-    seqs.cu_seqlens = op_ints(r, "cu_seqlens", cu, OP_VECTOR, 2);
-    seqs.cu_host = op_host_ints(r, seqs.cu_seqlens);
-    int64_t hq = a[RECT_HQ], hkv = a[RECT_HKV], dim = a[RECT_DH];
-    ith_tensor q = heads(r, OP_IN, OP_ACT, "q", op_normal, a[RECT_Q], hq, dim, 0);
-    ith_tensor k = heads(r, OP_IN, OP_ACT, "k", op_normal, a[RECT_K], hkv, dim, 0);
-    ith_tensor v = heads(r, OP_IN, OP_ACT, "v", op_normal, a[RECT_K], hkv, dim, 0);
-    ith_tensor o = heads(r, OP_OUT, backward ? OP_ACT : OP_STAT, "o", NULL, a[RECT_Q], hq, dim, 0);
-    ith_tensor lse = matrix(r, OP_OPAQUE, OP_STAT, "lse", NULL, a[RECT_Q], hq, 0);
-    ith_tensor do_, dq, dk, dv;
-    if (backward) {
-        do_ = heads(r, OP_IN, OP_ACT, "do", op_normal, a[RECT_Q], hq, dim, 0);
-        dq = heads(r, OP_OUT, OP_STAT, "dq", NULL, a[RECT_Q], hq, dim, 0);
-        dk = heads(r, OP_OUT, OP_STAT, "dk", NULL, a[RECT_K], hkv, dim, 0);
-        dv = heads(r, OP_OUT, OP_STAT, "dv", NULL, a[RECT_K], hkv, dim, 0);
-    }
-    OP_READY(r);
-    float scale = 1 / sqrtf((float)dim);
-    ITH_TRY(ith_attention_forward(r->ctx, o, lse, q, k, v, seqs, scale, false));
-    return backward ? ith_attention_backward(r->ctx, dq, dk, dv, do_, q, k, v, o, lse, seqs, scale,
-                                             false)
-                    : ITH_OK;
-}
-
-static ith_status attention_rectangle_forward(op_run *r, const int64_t *a)
-{
-    return attention_rectangle(r, a, false);
-}
-
-static ith_status attention_rectangle_backward(op_run *r, const int64_t *a)
-{
-    return attention_rectangle(r, a, true);
-}
-
 /* Of a part that has no key now and then. */
 static double fill_lse(const op_run *r, uint64_t stream, const ith_tensor *t, int64_t n)
 {
@@ -1086,8 +1046,6 @@ FAMILY(attention_forward, false, FLOOR_ATTENTION, "docs Hq Hkv Dh causal pad")
 FAMILY(attention_backward, false, FLOOR_ATTENTION, "docs Hq Hkv Dh causal pad")
 FAMILY(attention_blocks_forward, false, FLOOR_ATTENTION, "docs block keep Hq Hkv Dh pad")
 FAMILY(attention_blocks_backward, false, FLOOR_ATTENTION, "docs block keep Hq Hkv Dh pad")
-FAMILY(attention_rectangle_forward, false, FLOOR_ATTENTION, "Q K Hq Hkv Dh")
-FAMILY(attention_rectangle_backward, false, FLOOR_PARTS, "Q K Hq Hkv Dh")
 FAMILY(attention_window_forward, false, FLOOR_PARTS, "docs block keep Hq Hkv Dh q0 q1 k0 k1")
 FAMILY(attention_window_backward, false, FLOOR_PARTS, "docs block keep Hq Hkv Dh q0 q1 k0 k1")
 FAMILY(attention_merge, false, FLOOR, "T Hq Dh")

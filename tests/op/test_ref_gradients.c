@@ -445,29 +445,6 @@ static void test_attention_gradient(void **state)
     }
 }
 
-/* Goal: a rectangle is differentiated like any attention. */
-static void test_attention_rectangle_gradient(void **state)
-{
-    (void)state;
-    static const int64_t rows[][2] = {{1, 3}, {4, 1}, {5, 7}};
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
-        const int32_t cu[] = {0, (int32_t)rows[i][0]};
-        grad_case g;
-        case_begin(&g, "attention, rectangle", attention_fwd, attention_bwd);
-        g.p[0] = false;
-        add_in(&g, 3, rows[i][0], 4, 3);
-        add_in(&g, 3, rows[i][1], 2, 3);
-        add_in(&g, 3, rows[i][1], 2, 3);
-        add_out(&g, 3, rows[i][0], 4, 3);
-        g.saved[0] = new_tensor(&g, ITH_F64, 2, rows[i][0], 4, 1);
-        g.seqs.num_docs = 1;
-        g.seqs.cu_seqlens = int_tensor(&g, 2, cu);
-        g.seqs.cu_host = cu;
-        g.seqs.max_len = ith_max_i64(rows[i][0], rows[i][1]);
-        case_end(&g, true);
-    }
-}
-
 /* Block masks: packed documents [noisy; clean] with every `keep`-th block noisy; 0: none is. */
 static void check_attention_blocks(int64_t block, int64_t keep, int64_t dim, bool tiny)
 {
@@ -1081,7 +1058,6 @@ int main(void)
         cmocka_unit_test(test_qk_norm_rope_gradient),
         cmocka_unit_test(test_linear_gradient),
         cmocka_unit_test(test_attention_gradient),
-        cmocka_unit_test(test_attention_rectangle_gradient),
         cmocka_unit_test(test_attention_blocks_gradient),
         cmocka_unit_test(test_swiglu_gradient),
         cmocka_unit_test(test_cross_entropy_gradient),

@@ -228,44 +228,6 @@ static void fill(float *x, int64_t n, uint64_t stream)
 
 enum { TOKENS = 9, HEADS = 4, KV_HEADS = 2, DIM = 6 };
 
-/* Goal: attention in two parts, merged, is attention over all keys. Method: keys cut at every
- * place, full softmax. */
-static void test_attention_parts_merge_to_the_whole(void **state)
-{
-    (void)state;
-    enum { Q = 3, K = 5, H = 2, D = 4 };
-    float q[Q * H * D], k[K * D], v[K * D], o[3][Q * H * D], lse[3][Q * H];
-    int32_t cu[] = {0, Q};
-    ith_ctx ctx = ith_ctx_host(ith_backend_ref(), NULL, &err);
-    ith_seqs seqs = {.cu_seqlens = ints(cu, 2), .cu_host = cu, .num_docs = 1, .max_len = K};
-    for (int i = 0; i < Q * H * D; i++)
-        q[i] = sinf((float)(3 * i + 1));
-    for (int i = 0; i < K * D; i++) {
-        k[i] = cosf((float)(5 * i));
-        v[i] = sinf((float)(7 * i + 2));
-    }
-    assert_ok(ith_attention_forward(&ctx, f3(o[0], Q, H, D), f2(lse[0], Q, H), f3(q, Q, H, D),
-                                    f3(k, K, 1, D), f3(v, K, 1, D), seqs, 0.7F, false),
-              err);
-    for (int64_t cut = 1; cut < K; cut++) {
-        for (int64_t part = 0; part < 2; part++) {
-            int64_t first = part ? cut : 0, end = part ? K : cut;
-            assert_ok(
-                ith_attention_forward(&ctx, f3(o[1 + part], Q, H, D), f2(lse[1 + part], Q, H),
-                                      f3(q, Q, H, D), ith_row_range(f3(k, K, 1, D), first, end),
-                                      ith_row_range(f3(v, K, 1, D), first, end), seqs, 0.7F, false),
-                err);
-        }
-        assert_ok(ith_attention_merge(&ctx, f3(o[1], Q, H, D), f2(lse[1], Q, H), f3(o[2], Q, H, D),
-                                      f2(lse[2], Q, H)),
-                  err);
-        for (int i = 0; i < Q * H * D; i++)
-            assert_true(fabsf(o[1][i] - o[0][i]) < 1e-6F);
-        for (int i = 0; i < Q * H; i++)
-            assert_true(fabsf(lse[1][i] - lse[0][i]) < 1e-6F);
-    }
-}
-
 /* A packed batch is its documents one by one, bit for bit. */
 static void test_attention_packed_is_separate(void **state)
 {
@@ -776,7 +738,6 @@ int main(void)
         cmocka_unit_test(test_rope_quarter_turn_in_half_split_form),
         cmocka_unit_test(test_mrope_frequency_reads_its_axis),
         cmocka_unit_test(test_attention_weights_one_and_three_quarters),
-        cmocka_unit_test(test_attention_parts_merge_to_the_whole),
         cmocka_unit_test(test_attention_packed_is_separate),
         cmocka_unit_test(test_block_diffusion_mask_by_hand),
         cmocka_unit_test(test_pairs_of_the_block_diffusion_mask),

@@ -161,7 +161,6 @@ static void flash_document(const ith_cpu_attention *a, flash *f, int64_t doc)
 static void flash_limits(const ith_cpu_attention *a, flash *f)
 {
     const ith_document *d = &f->doc;
-    int64_t keys = ith_max_i64(d->len, d->k_hi);
     for (int part = 0; part < 2; part++) {
         f->any_lo[part] = f->all_hi[part] = d->k_hi;
         f->any_hi[part] = f->all_lo[part] = d->k_lo;
@@ -169,7 +168,7 @@ static void flash_limits(const ith_cpu_attention *a, flash *f)
     for (int64_t i = 0; i < f->pad; i++) {
         int64_t row = f->i0 + ith_min_i64(i, f->num_q - 1);
         int64_t position = row < f->noisy ? a->seqs.position_host[d->begin + row] : 0;
-        ith_key_range r = ith_keys_seen(a->seqs.block, a->causal, keys, f->noisy, row, position);
+        ith_key_range r = ith_keys_seen(a->seqs.block, a->causal, d->len, f->noisy, row, position);
         for (int part = 0; part < 2; part++) {
             r.lo[part] = ith_max_i64(r.lo[part], d->k_lo);
             r.hi[part] = ith_min_i64(r.hi[part], d->k_hi);
