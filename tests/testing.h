@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "base/file.h"
@@ -59,6 +60,26 @@ static inline const char *temp_dir(const char *name)
     assert_ok(ith_remove_tree(path, &err), err);
     assert_ok(ith_make_dirs(path, &err), err);
     return path;
+}
+
+/* "NAME.tmp-PLACE-PID" (file.h) of a process of this place that is no more, or of one that lives.
+ */
+static inline const char *named_by(const char *name, bool lives)
+{
+    static char text[256];
+    char tag[ITH_TMP_TAG_BYTES];
+    long pid = 1;
+    if (!lives) {
+        pid_t child = fork();
+        if (child == 0)
+            _exit(0);
+        assert_true(child > 0 && waitpid(child, NULL, 0) == child);
+        pid = child;
+    }
+    ith_tmp_tag(tag);
+    *(strrchr(tag, '-') + 1) = '\0';
+    snprintf(text, sizeof text, "%s%s%ld", name, tag, pid);
+    return text;
 }
 
 #endif

@@ -19,7 +19,6 @@
 #include <unistd.h>
 
 #define WRITER_BUFFER_BYTES ((int64_t)1 << 20)
-#define TMP_BYTES 48                           /* more than the end of a temporary name has */
 #define WRITER_AHEAD_BYTES ((int64_t)16 << 20) /* on their way to the disk before the sync */
 
 static ith_status io_fail(ith_error *err, const char *path, const char *what)
@@ -281,13 +280,43 @@ static unsigned this_place(void)
     return (unsigned)(ith_hash64_value(&h) & 0xffffffffU);
 }
 
+void ith_tmp_tag(char tag[ITH_TMP_TAG_BYTES])
+{
+    snprintf(tag, ITH_TMP_TAG_BYTES, ".tmp-%08x-%ld", this_place(), (long)getpid());
+}
+
+/* The PID of "NAME.tmp-PLACE-PID" as a writer of this place spells it; 0: another name. */
+static long writer_of(const char *name)
+{
+    char place[ITH_TMP_TAG_BYTES];
+    const char *tail = NULL;
+    snprintf(place, sizeof place, ".tmp-%08x-", this_place());
+    for (const char *p = name; (p = strstr(p, place)); p++)
+        tail = p;
+    if (!tail || tail == name)
+        return 0;
+    const char *digits = tail + strlen(place);
+    size_t len = strspn(digits, "0123456789");
+    if (len == 0 || len > 10 || digits[len] != '\0' || digits[0] == '0')
+        return 0;
+    long pid = strtol(digits, NULL, 10);
+    return pid <= INT_MAX ? pid : 0;
+}
+
+bool ith_tmp_is_left(const char *name)
+{
+    long pid = writer_of(name);
+    return pid && (pid == getpid() || (kill((pid_t)pid, 0) != 0 && errno == ESRCH));
+}
+
 ith_status ith_writer_open(ith_writer *w, const char *path, ith_error *err)
 {
+    char tag[ITH_TMP_TAG_BYTES];
     memset(w, 0, sizeof *w);
     w->fd = -1;
     int64_t len = (int64_t)strlen(path);
     w->path = ith_strndup(path, len);
-    w->tmp_path = ith_malloc(len + TMP_BYTES);
+    w->tmp_path = ith_malloc(len + ITH_TMP_TAG_BYTES);
     w->buffer = ith_malloc(WRITER_BUFFER_BYTES);
     if (w->tmp_path)
         w->tmp_path[0] = '\0';
@@ -295,8 +324,8 @@ ith_status ith_writer_open(ith_writer *w, const char *path, ith_error *err)
         ith_writer_abort(w);
         return ith_fail(err, ITH_ERR_MEMORY, "%s: out of memory", path);
     }
-    snprintf(w->tmp_path, (size_t)(len + TMP_BYTES), "%s.tmp-%08x-%ld", path, this_place(),
-             (long)getpid());
+    ith_tmp_tag(tag);
+    snprintf(w->tmp_path, (size_t)(len + ITH_TMP_TAG_BYTES), "%s%s", path, tag);
     w->fd = ith_fault_hit(ITH_FAULT_WRITE)
                 ? (errno = EIO, -1)
                 : open(w->tmp_path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
@@ -419,36 +448,17 @@ ith_status ith_write_file(const char *path, const void *data, int64_t len, ith_e
     return status;
 }
 
-/* The PID of "NAME.tmp-PLACE-PID" as a writer of this place spells it; 0: another name. */
-static long writer_of(const char *name, const char *place)
-{
-    const char *tail = NULL;
-    for (const char *p = name; (p = strstr(p, place)); p++)
-        tail = p;
-    if (!tail || tail == name)
-        return 0;
-    const char *digits = tail + strlen(place);
-    size_t len = strspn(digits, "0123456789");
-    if (len == 0 || len > 10 || digits[len] != '\0' || digits[0] == '0')
-        return 0;
-    long pid = strtol(digits, NULL, 10);
-    return pid <= INT_MAX ? pid : 0;
-}
-
 ith_status ith_remove_leftovers(const char *dir, ith_error *err)
 {
     ith_names names;
     ith_buf path = {0};
     ith_status status = ITH_OK;
-    char place[TMP_BYTES];
     if (!ith_path_is_dir(dir))
         return ITH_OK;
-    snprintf(place, sizeof place, ".tmp-%08x-", this_place());
     ITH_TRY(ith_list_dir(dir, &names, err));
     for (int64_t i = 0; i < names.count && status == ITH_OK; i++) {
         struct stat st;
-        long pid = writer_of(names.names[i], place);
-        if (pid == 0 || kill((pid_t)pid, 0) == 0 || errno != ESRCH)
+        if (!ith_tmp_is_left(names.names[i]) || writer_of(names.names[i]) == getpid())
             continue;
         ith_path_join(&path, dir, names.names[i]);
         status = ith_buf_check(&path, dir, err);

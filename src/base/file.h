@@ -60,9 +60,15 @@ ith_status ith_writer_open(ith_writer *w, const char *path, ith_error *err);
 ith_status ith_writer_write(ith_writer *w, const void *data, int64_t len, ith_error *err);
 ith_status ith_writer_commit(ith_writer *w, ith_error *err);
 void ith_writer_abort(ith_writer *w);
-/* Removes what killed writers left in a directory: regular files NAME.tmp-PLACE-PID of this place,
- * whose process is no more. Those of other hosts and containers stay: only they know whether the
- * writer lives. A missing directory is fine. */
+/* ".tmp-<place>-<pid>" of this process: what follows the name of a file or directory that is being
+ * written. */
+#define ITH_TMP_TAG_BYTES 32
+void ith_tmp_tag(char tag[ITH_TMP_TAG_BYTES]);
+/* Whether NAME.tmp-PLACE-PID can be removed: its writer is this process, or one of this place that
+ * is no more. Those of other hosts and containers stay: only they know whether the writer lives. */
+bool ith_tmp_is_left(const char *name);
+/* Removes the regular files of a directory that killed writers left. A missing directory is fine.
+ */
 ith_status ith_remove_leftovers(const char *dir, ith_error *err);
 /* Whole file at once. */
 ith_status ith_write_file(const char *path, const void *data, int64_t len, ith_error *err);

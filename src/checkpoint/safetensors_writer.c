@@ -214,7 +214,7 @@ static ith_status plan(ith_st_writer *w, const char *dir, const ith_st_entry *te
     return plan_places(w, err);
 }
 
-/* ---- staging directory: DIR/.STEM.tmp-PID, or .tmp-ranks ---- */
+/* ---- staging directory: DIR/.STEM.tmp-PLACE-PID (file.h), of rank 0 ---- */
 
 static bool is_leader(const ith_st_writer *w)
 {
@@ -229,7 +229,8 @@ static ith_status remove_leftovers(const ith_st_writer *w, ith_error *err)
     ith_buf_printf(&prefix, ".%s.tmp-", w->stem);
     ith_status status = ith_buf_check(&prefix, w->dir, err);
     for (int64_t i = 0; i < names.count && status == ITH_OK; i++) {
-        if (strncmp(names.names[i], prefix.data, (size_t)prefix.len) != 0)
+        if (strncmp(names.names[i], prefix.data, (size_t)prefix.len) != 0 ||
+            !ith_tmp_is_left(names.names[i]))
             continue;
         ith_path_join(&path, w->dir, names.names[i]);
         status = ith_buf_check(&path, w->dir, err);
@@ -242,12 +243,9 @@ static ith_status remove_leftovers(const ith_st_writer *w, ith_error *err)
     return status;
 }
 
-static ith_status name_stage(ith_st_writer *w, ith_error *err)
+static ith_status name_stage(ith_st_writer *w, const char *tag, ith_error *err)
 {
-    if (w->ranks)
-        ith_buf_printf(&w->stage, "%s/.%s.tmp-ranks", w->dir, w->stem);
-    else
-        ith_buf_printf(&w->stage, "%s/.%s.tmp-%ld", w->dir, w->stem, (long)getpid());
+    ith_buf_printf(&w->stage, "%s/.%s%s", w->dir, w->stem, tag);
     ith_status status = ith_buf_check(&w->stage, w->dir, err);
     if (status != ITH_OK)
         ith_buf_deinit(&w->stage);
@@ -291,6 +289,10 @@ ith_status ith_st_writer_create(ith_st_writer **out, const char *dir, const ith_
 {
     ith_st_writer *w = NULL;
     ith_comm *ranks = options ? options->ranks : NULL;
+    char tag[ITH_TMP_TAG_BYTES];
+    ith_tmp_tag(tag);
+    if (dir && ranks)
+        ITH_TRY(ith_comm_broadcast(ranks, tag, sizeof tag, 0, err));
     ith_status status = ith_alloc_zero((void **)&w, 1, sizeof *w, "weights writer", err);
     if (w) {
         ith_arena_init(&w->names, 0);
@@ -298,7 +300,7 @@ ith_status ith_st_writer_create(ith_st_writer **out, const char *dir, const ith_
         w->open_shard = w->file.fd = -1;
         status = plan(w, dir, tensors, count, options, err);
         if (status == ITH_OK && dir)
-            status = name_stage(w, err);
+            status = name_stage(w, tag, err);
         if (status == ITH_OK && dir && is_leader(w))
             status = make_files(w, err);
     }

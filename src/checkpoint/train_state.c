@@ -1,7 +1,8 @@
 /* train_state.c - saves, finds, loads and rotates training checkpoints.
  * Invariants: see train_state.h. How they are kept: a directory gets its final name by one rename,
  * when it is complete and synced; it leaves by a rename to a .tmp- name before anything in it is
- * removed. So a final name without CHECKPOINT_COMPLETE is damage or somebody else's, and a complete
+ * removed. The .tmp- name tells whose it is (file.h): that of a writer that may live is let alone.
+ * So a final name without CHECKPOINT_COMPLETE is damage or somebody else's, and a complete
  * directory under a .tmp- name (killed between two renames) is as good as any. */
 #include "checkpoint/train_state.h"
 
@@ -10,7 +11,6 @@
 #include <ctype.h>
 #include <math.h>
 #include <stdlib.h>
-#include <unistd.h>
 
 #define MARKER "CHECKPOINT_COMPLETE"
 #define STATE_FILE "trainer_state.json"
@@ -129,7 +129,7 @@ ith_status ith_train_state_check(const char *path, ith_error *err)
 typedef struct {
     char *path;
     int64_t step;
-    bool is_tmp, is_complete, is_ours;
+    bool is_tmp, is_complete, is_ours; /* ours: may be removed */
 } found_dir;
 
 typedef struct {
@@ -192,10 +192,13 @@ static ith_status examine(found_dir *dir, ith_error *err)
     if (status != ITH_OK && status != ITH_ERR_FORMAT)
         return ith_fail(err, status, "%s", why.text);
     dir->is_complete = status == ITH_OK;
-    dir->is_ours = dir->is_tmp || dir->is_complete;
+    dir->is_ours = dir->is_tmp ? ith_tmp_is_left(ith_path_base(dir->path)) : dir->is_complete;
     if (!dir->is_complete && !dir->is_tmp)
         ith_log(ITH_LOG_WARN, "checkpoint", "passed over: %s", why.text);
-    return dir->is_ours ? ITH_OK : has_stamp(dir->path, &dir->is_ours, err);
+    if (dir->is_tmp && !dir->is_ours)
+        ith_log(ITH_LOG_WARN, "checkpoint",
+                "%s stays, for another process may be writing it; remove it if none is", dir->path);
+    return dir->is_ours || dir->is_tmp ? ITH_OK : has_stamp(dir->path, &dir->is_ours, err);
 }
 
 static void free_list(found_list *list)
@@ -275,11 +278,13 @@ ith_status ith_train_state_find_latest(const char *output_dir, ith_buf *path, it
 
 /* ---- rotation ---- */
 
-/* "OUTPUT/checkpoint-20.tmp-del" for "OUTPUT/checkpoint-20". */
+/* "OUTPUT/checkpoint-20.tmp-del.tmp-PLACE-PID" for "OUTPUT/checkpoint-20". */
 static ith_status move_aside(const char *path, ith_buf *aside, ith_error *err)
 {
+    char tag[ITH_TMP_TAG_BYTES];
+    ith_tmp_tag(tag);
     ith_buf_clear(aside);
-    ith_buf_printf(aside, "%s.tmp-del", path);
+    ith_buf_printf(aside, "%s.tmp-del%s", path, tag);
     ITH_TRY(ith_buf_check(aside, path, err));
     ITH_TRY(ith_remove_tree(aside->data, err));
     return ith_rename(path, aside->data, err);
@@ -331,7 +336,7 @@ ith_status ith_train_state_rotate(const char *output_dir, int64_t limit, ith_err
         bool is_twin = list.dirs[i].step == last_step; /* a .tmp- of a step that is in place */
         last_step = list.dirs[i].step;
         complete += !is_twin;
-        if (is_twin || (limit && complete > limit))
+        if (list.dirs[i].is_ours && (is_twin || (limit && complete > limit)))
             status = remove_checkpoint(&list.dirs[i], err);
     }
     free_list(&list);
@@ -510,12 +515,13 @@ ith_status ith_train_state_save(const char *output_dir, const ith_train_save *sa
     ITH_ASSERT(save->progress.global_step >= 0 && isfinite(save->progress.epoch));
     check_group_names(save);
     ith_buf path = {0}, tmp = {0};
-    int64_t pid = getpid();
+    char tag[ITH_TMP_TAG_BYTES];
     ith_status status = ITH_OK;
+    ith_tmp_tag(tag);
     if (save->ranks)
-        ITH_TRY_OUT(ith_comm_broadcast(save->ranks, &pid, sizeof pid, 0, err));
+        ITH_TRY_OUT(ith_comm_broadcast(save->ranks, tag, sizeof tag, 0, err));
     ith_buf_printf(&path, "%s/" PREFIX "%lld", output_dir, (long long)save->progress.global_step);
-    ith_buf_printf(&tmp, "%s.tmp-%lld", path.data ? path.data : "", (long long)pid);
+    ith_buf_printf(&tmp, "%s%s", path.data ? path.data : "", tag);
     status = ith_buf_check(&path, output_dir, err);
     if (status == ITH_OK)
         status = ith_buf_check(&tmp, output_dir, err);

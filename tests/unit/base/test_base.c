@@ -134,6 +134,13 @@ static void test_leftovers_of_dead_writers_are_removed(void **state)
     assert_ok(ith_make_dirs(path, &err), err);
     snprintf(path, sizeof path, "%s/link.tmp-%s", dir, tag);
     assert_int_equal(symlink("a.tmp-1", path), 0);
+    snprintf(name, sizeof name, "a.tmp-%s", other);
+    assert_false(ith_tmp_is_left(name));
+    assert_true(ith_tmp_is_left(named_by("a", false)));
+    assert_false(ith_tmp_is_left(named_by("a", true)));
+    ith_tmp_tag(other);
+    snprintf(name, sizeof name, "a%s", other);
+    assert_true(ith_tmp_is_left(name));
     ith_writer mine;
     snprintf(path, sizeof path, "%s/mine", dir);
     assert_ok(ith_writer_open(&mine, path, &err), err);

@@ -17,7 +17,7 @@ static int set_up(void **state)
 
 static const char *in_dir(const char *name)
 {
-    static char path[2][4300];
+    static char path[2][4600];
     static int turn;
     turn = !turn;
     snprintf(path[turn], sizeof path[turn], "%s/%s", dir, name);
@@ -226,19 +226,22 @@ static void test_abandoned_writer_leaves_nothing(void **state)
     assert_holds(dir, t, count);
 }
 
-static void test_leftovers_of_a_killed_writer_are_removed(void **state)
+static void test_leftovers_of_killed_writers_alone_are_removed(void **state)
 {
     (void)state;
     ith_error err = {0};
     ith_st_entry t[6];
     int64_t count = sample(t, 6);
-    assert_ok(ith_make_dirs(in_dir(".model.tmp-999999"), &err), err);
-    assert_ok(
-        ith_write_file(in_dir(".model.tmp-999999/model-00001-of-00002.safetensors"), "x", 1, &err),
-        err);
-    assert_ok(ith_make_dirs(in_dir(".model_b.tmp-1"), &err), err); /* another stem's: not ours */
+    char file[256];
+    snprintf(file, sizeof file, "%s", named_by(".model", false));
+    assert_ok(ith_make_dirs(in_dir(file), &err), err);
+    char shard[300];
+    snprintf(shard, sizeof shard, "%s/model-00001-of-00002.safetensors", file);
+    assert_ok(ith_write_file(in_dir(shard), "x", 1, &err), err);
+    assert_ok(ith_make_dirs(in_dir(named_by(".model_b", false)), &err), err); /* another stem's */
+    assert_ok(ith_make_dirs(in_dir(named_by(".model", true)), &err), err);
     assert_ok(ith_st_write(dir, t, count, NULL, &err), err);
-    assert_int_equal(num_files(), 2);
+    assert_int_equal(num_files(), 3);
     assert_holds(dir, t, count);
 }
 
@@ -333,7 +336,7 @@ int main(void)
         cmocka_unit_test_setup(test_no_tensors_and_only_empty_tensors, set_up),
         cmocka_unit_test_setup(test_bad_declarations_are_refused, set_up),
         cmocka_unit_test_setup(test_abandoned_writer_leaves_nothing, set_up),
-        cmocka_unit_test_setup(test_leftovers_of_a_killed_writer_are_removed, set_up),
+        cmocka_unit_test_setup(test_leftovers_of_killed_writers_alone_are_removed, set_up),
         cmocka_unit_test_setup(test_every_failing_write_or_allocation_leaves_old_or_new, set_up),
         cmocka_unit_test_setup(test_reference_files_are_rewritten_byte_for_byte, set_up),
     };

@@ -268,18 +268,26 @@ static void test_rotation_deletes_only_what_is_ours(void **state)
     (void)state;
     ith_error err = {0};
     static const char *const dirs[] = {
-        "checkpoint-3",    "checkpoint-4", "checkpoint-5", "checkpoint-7.tmp-1",
-        "checkpoint-best", "checkpoint-",  "other"};
+        "checkpoint-3", "checkpoint-4", "checkpoint-5", "checkpoint-best", "checkpoint-", "other"};
+    char left[256], busy[256];
+    snprintf(left, sizeof left, "%s", named_by("checkpoint-7", false));
+    snprintf(busy, sizeof busy, "%s", named_by("checkpoint-6", true)); /* another run writes it */
     for (size_t i = 0; i < sizeof dirs / sizeof *dirs; i++)
         assert_ok(ith_make_dirs(in_dir(dirs[i]), &err), err);
+    assert_ok(ith_make_dirs(in_dir(left), &err), err);
+    assert_ok(ith_make_dirs(in_dir(busy), &err), err);
     put("checkpoint-3/trainer_state.json", "{\"global_step\": 3}"); /* of another trainer */
     put("checkpoint-4/trainer_state.json", "{\"format\": \"ithaca-checkpoint-1\"}");
     put("checkpoint-5/model.bin", "x");
-    put("checkpoint-7.tmp-1/master.safetensors", "x");
+    char shard[300];
+    snprintf(shard, sizeof shard, "%s/master.safetensors", left);
+    put(shard, "x");
     put("checkpoint-8", "a file");
     assert_ok(ith_train_state_rotate(out_dir, 1, &err), err); /* nothing better is there yet */
     assert_true(ith_path_exists(in_dir("checkpoint-4")));
     assert_ok(do_save(6, 1, &err), err);
+    assert_true(ith_path_is_dir(in_dir(busy)));
+    assert_ok(ith_remove_tree(in_dir(busy), &err), err);
     assert_dirs(
         "checkpoint- checkpoint-3 checkpoint-5 checkpoint-6 checkpoint-8 checkpoint-best other");
     assert_latest(6);
@@ -293,7 +301,10 @@ static void test_kill_between_two_renames_loses_nothing(void **state)
     (void)state;
     ith_error err = {0};
     assert_ok(do_save(10, 1, &err), err);
-    assert_ok(ith_rename(in_dir("checkpoint-10"), in_dir("checkpoint-10.tmp-4711"), &err), err);
+    char left[256], from[4400];
+    snprintf(left, sizeof left, "%s", named_by("checkpoint-10", false));
+    snprintf(from, sizeof from, "%s", in_dir("checkpoint-10"));
+    assert_ok(ith_rename(from, in_dir(left), &err), err);
     assert_latest(10); /* complete under a .tmp- name: found */
     assert_ok(ith_train_state_rotate(out_dir, 1, &err), err);
     assert_latest(10); /* and the only one: kept */
