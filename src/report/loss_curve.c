@@ -7,7 +7,7 @@
 #include "base/checked.h"
 
 #define WIDTH 860
-#define LEFT 64
+#define LEFT 84
 #define RIGHT 20
 #define TOP 48
 #define LOSS_HEIGHT 300
@@ -44,14 +44,15 @@ static void axes(ith_buf *out, const panel *p, int ticks, const char *label)
         out,
         "<rect x='%.1f' y='%.1f' width='%.1f' height='%.1f' fill='#fafafa' stroke='#cccccc'/>\n",
         p->left, p->top, p->right - p->left, p->bottom - p->top);
-    double step = tick_step(p->y1 - p->y0, ticks);
+    double step = tick_step(p->y1 - p->y0, ticks), top = fmax(fabs(p->y0), fabs(p->y1));
+    int digits = (int)fmin(fmax(floor(log10(top)) - floor(log10(step)) + 1, 4.0), 9.0);
     for (double y = ceil(p->y0 / step) * step; p->y1 > p->y0 && y <= p->y1 + step * 1e-9;
          y += step) {
         double at = py(p, y);
         ith_buf_printf(out, "<line x1='%.1f' y1='%.1f' x2='%.1f' y2='%.1f' stroke='#e4e4e4'/>",
                        p->left, at, p->right, at);
-        ith_buf_printf(out, "<text x='%.1f' y='%.1f' text-anchor='end'>%.4g</text>\n", p->left - 6,
-                       at + 4, fabs(y) < step * 1e-6 ? 0.0 : y);
+        ith_buf_printf(out, "<text x='%.1f' y='%.1f' text-anchor='end'>%.*g</text>\n", p->left - 6,
+                       at + 4, digits, fabs(y) < step * 1e-6 ? 0.0 : y);
     }
     ith_buf_printf(
         out,

@@ -295,6 +295,35 @@ static void test_curve_leaves_out_what_is_not_finite(void **state)
     ith_buf_deinit(&svg);
 }
 
+/* Numbers beside the axes: no two are the same, and none is longer than the margin, at about 7 px a
+ * digit. */
+static void test_curve_numbers_differ_and_fit(void **state)
+{
+    (void)state;
+    static const double levels[][2] = {{1.1, 1e-5}, {0, 0.002}, {3, 2}, {12.3456, 1e-3}};
+    for (int k = 0; k < 4; k++) {
+        ith_report_row rows[20];
+        for (int i = 0; i < 20; i++) {
+            rows[i] = row_at(i + 1, levels[k][0] + levels[k][1] * (i + 1) / 20);
+            rows[i].learning_rate = 1.25e-5;
+        }
+        ith_buf svg = {0};
+        ith_loss_curve_svg(rows, 20, "t", &svg);
+        char last[32] = "";
+        int count = 0;
+        for (const char *at = svg.data; (at = strstr(at, "text-anchor='end'>")); count++) {
+            char text[32];
+            assert_int_equal(sscanf(at += 18, "%31[^<]", text), 1);
+            assert_string_not_equal(text, last);
+            if (strlen(text) > 8)
+                fail_msg("%s is longer than the margin", text);
+            snprintf(last, sizeof last, "%s", text);
+        }
+        assert_true(count >= 4);
+        ith_buf_deinit(&svg);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -304,6 +333,7 @@ int main(void)
         cmocka_unit_test(test_event_file_can_be_read),
         cmocka_unit_test(test_curve_of_any_length),
         cmocka_unit_test(test_curve_leaves_out_what_is_not_finite),
+        cmocka_unit_test(test_curve_numbers_differ_and_fit),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
