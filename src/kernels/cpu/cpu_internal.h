@@ -55,8 +55,37 @@ static inline ith_document ith_cpu_document(const ith_cpu_attention *a, int64_t 
                            a->k.shape[0]);
 }
 
+/* What own kernels compute; else the reference. */
+static inline bool ith_cpu_is_fast(ith_tensor t)
+{
+    return t.dtype == ITH_F32 || t.dtype == ITH_BF16;
+}
+
 /* Sums over rows are cut into at most this many parts, whatever the threads. */
 #define ITH_CPU_PARTS 64
+
+static inline int64_t ith_cpu_part_rows(int64_t rows)
+{
+    return ith_max_i64(16, ith_div_ceil(rows, ITH_CPU_PARTS));
+}
+
+static inline int64_t ith_cpu_part_count(int64_t rows)
+{
+    return ith_div_ceil(rows, ith_cpu_part_rows(rows));
+}
+
+/* out[d] += parts[p * stride + d], in order of p. */
+static inline void ith_cpu_add_parts(ith_tensor out, const float *parts, int64_t count,
+                                     int64_t stride)
+{
+    for (int64_t d = 0; d < out.shape[0]; d++) {
+        float sum = 0;
+        for (int64_t p = 0; p < count; p++)
+            sum += parts[p * stride + d];
+        ((float *)out.data)[d * out.stride[0]] += sum;
+    }
+}
+
 /* Limits of buffers on the stack; beyond them the reference runs. */
 #define ITH_CPU_MAX_DIM 1024
 #define ITH_CPU_MAX_EXPERTS 2048

@@ -4,33 +4,7 @@
 
 #include <string.h>
 
-static bool is_fast(ith_tensor t)
-{
-    return t.dtype == ITH_F32 || t.dtype == ITH_BF16;
-}
-
 #define PIECE_ROWS 16 /* of pieces that have no sum over rows */
-
-static int64_t part_rows(int64_t rows)
-{
-    return ith_max_i64(16, ith_div_ceil(rows, ITH_CPU_PARTS));
-}
-
-static int64_t part_count(int64_t rows)
-{
-    return ith_div_ceil(rows, part_rows(rows));
-}
-
-/* out[d] += parts in order. */
-static void add_parts(ith_tensor out, const float *parts, int64_t count, int64_t stride)
-{
-    for (int64_t d = 0; d < out.shape[0]; d++) {
-        float sum = 0;
-        for (int64_t p = 0; p < count; p++)
-            sum += parts[p * stride + d];
-        ((float *)out.data)[d * out.stride[0]] += sum;
-    }
-}
 
 /* ---- delta rule ---- */
 
@@ -38,7 +12,7 @@ static int64_t delta_forward_bytes(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith
                                    ith_tensor v, ith_tensor g, ith_tensor beta, ith_tensor state,
                                    ith_seqs seqs, float scale)
 {
-    if (!is_fast(q))
+    if (!ith_cpu_is_fast(q))
         return ith_backend_ref()->gated_delta_rule_forward.workspace(ctx, o, q, k, v, g, beta,
                                                                      state, seqs, scale);
     ith_cpu_delta a = {.q = q, .k = k, .v = v, .seqs = seqs};
@@ -49,7 +23,7 @@ static ith_status delta_forward(ith_ctx *ctx, ith_tensor o, ith_tensor q, ith_te
                                 ith_tensor v, ith_tensor g, ith_tensor beta, ith_tensor state,
                                 ith_seqs seqs, float scale)
 {
-    if (!is_fast(q))
+    if (!ith_cpu_is_fast(q))
         return ith_backend_ref()->gated_delta_rule_forward.run(ctx, o, q, k, v, g, beta, state,
                                                                seqs, scale);
     const ith_cpu_level *level = ith_cpu_level_get();
@@ -74,7 +48,7 @@ static int64_t delta_backward_bytes(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, 
                                     ith_tensor g, ith_tensor beta, ith_tensor state, ith_seqs seqs,
                                     float scale)
 {
-    if (!is_fast(q))
+    if (!ith_cpu_is_fast(q))
         return ith_backend_ref()->gated_delta_rule_backward.workspace(
             ctx, dq, dk, dv, dg, dbeta, dstate, do_, q, k, v, g, beta, state, seqs, scale);
     ith_cpu_delta a = {.q = q, .k = k, .v = v, .seqs = seqs};
@@ -86,7 +60,7 @@ static ith_status delta_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith
                                  ith_tensor q, ith_tensor k, ith_tensor v, ith_tensor g,
                                  ith_tensor beta, ith_tensor state, ith_seqs seqs, float scale)
 {
-    if (!is_fast(q))
+    if (!ith_cpu_is_fast(q))
         return ith_backend_ref()->gated_delta_rule_backward.run(
             ctx, dq, dk, dv, dg, dbeta, dstate, do_, q, k, v, g, beta, state, seqs, scale);
     const ith_cpu_level *level = ith_cpu_level_get();
@@ -117,7 +91,7 @@ static ith_status conv_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_ten
                                ith_tensor history, ith_seqs seqs)
 {
     const ith_cpu_level *level = ith_cpu_level_get();
-    if (!is_fast(x) || w.shape[1] > level->conv_max_taps)
+    if (!ith_cpu_is_fast(x) || w.shape[1] > level->conv_max_taps)
         return ith_backend_ref()->conv1d_silu_forward.run(ctx, y, x, w, history, seqs);
     ith_cpu_rows a = {.t = {y, x, w, history}, .seqs = seqs};
     ith_pool_for(ctx->pool, ith_div_ceil(x.shape[1], level->conv_lanes), 1, level->conv_forward,
@@ -129,7 +103,7 @@ static ith_status conv_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_
                                 ith_tensor x, ith_tensor w, ith_seqs seqs)
 {
     const ith_cpu_level *level = ith_cpu_level_get();
-    if (!is_fast(x) || w.shape[1] > level->conv_max_taps)
+    if (!ith_cpu_is_fast(x) || w.shape[1] > level->conv_max_taps)
         return ith_backend_ref()->conv1d_silu_backward.run(ctx, dx, dw, dy, x, w, seqs);
     ith_cpu_rows a = {.t = {dx, x, w, ith_tensor_none(), dy, dw}, .seqs = seqs};
     ith_pool_for(ctx->pool, ith_div_ceil(x.shape[1], level->conv_lanes), 1, level->conv_backward,
@@ -142,7 +116,7 @@ static ith_status conv_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_
 static ith_status gated_norm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor z,
                                      ith_tensor w, float eps)
 {
-    if (!is_fast(x))
+    if (!ith_cpu_is_fast(x))
         return ith_backend_ref()->gated_rmsnorm_forward.run(ctx, y, x, z, w, eps);
     ith_cpu_rows a = {.t = {y, x, z, w}, .f = {eps}};
     ith_pool_for(ctx->pool, x.shape[0], PIECE_ROWS, ith_cpu_level_get()->gated_norm_forward, &a);
@@ -154,30 +128,30 @@ static int64_t gated_norm_backward_bytes(ith_ctx *ctx, ith_tensor dx, ith_tensor
                                          float eps)
 {
     (void)ctx, (void)dx, (void)dz, (void)dy, (void)z, (void)w, (void)eps;
-    return dw.ndim ? part_count(x.shape[0]) * x.shape[2] * 4 : 0;
+    return dw.ndim ? ith_cpu_part_count(x.shape[0]) * x.shape[2] * 4 : 0;
 }
 
 static ith_status gated_norm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dz, ith_tensor dw,
                                       ith_tensor dy, ith_tensor x, ith_tensor z, ith_tensor w,
                                       float eps)
 {
-    if (!is_fast(x))
+    if (!ith_cpu_is_fast(x))
         return ith_backend_ref()->gated_rmsnorm_backward.run(ctx, dx, dz, dw, dy, x, z, w, eps);
     ith_cpu_rows a = {.t = {dx, dz, dy, x, z, w},
                       .f = {eps},
-                      .i = {part_rows(x.shape[0])},
+                      .i = {ith_cpu_part_rows(x.shape[0])},
                       .flag = dw.ndim != 0,
                       .scratch = ctx->scratch};
-    int64_t parts = part_count(x.shape[0]);
+    int64_t parts = ith_cpu_part_count(x.shape[0]);
     ith_pool_for(ctx->pool, parts, 1, ith_cpu_level_get()->gated_norm_backward, &a);
     if (a.flag)
-        add_parts(dw, ctx->scratch, parts, x.shape[2]);
+        ith_cpu_add_parts(dw, ctx->scratch, parts, x.shape[2]);
     return ITH_OK;
 }
 
 static ith_status sigmoid_gate_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_tensor gate)
 {
-    if (!is_fast(x))
+    if (!ith_cpu_is_fast(x))
         return ith_backend_ref()->sigmoid_gate_forward.run(ctx, y, x, gate);
     ith_cpu_rows a = {.t = {y, x, gate}};
     ith_pool_for(ctx->pool, x.shape[0], PIECE_ROWS, ith_cpu_level_get()->sigmoid_gate_forward, &a);
@@ -187,7 +161,7 @@ static ith_status sigmoid_gate_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x,
 static ith_status sigmoid_gate_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dgate,
                                         ith_tensor dy, ith_tensor x, ith_tensor gate)
 {
-    if (!is_fast(x))
+    if (!ith_cpu_is_fast(x))
         return ith_backend_ref()->sigmoid_gate_backward.run(ctx, dx, dgate, dy, x, gate);
     ith_cpu_rows a = {.t = {dx, dgate, dy, x, gate}};
     ith_pool_for(ctx->pool, x.shape[0], PIECE_ROWS, ith_cpu_level_get()->sigmoid_gate_backward, &a);
@@ -315,16 +289,16 @@ PART_TASK(layernorm_back_task,
 static ith_status by_parts(ith_ctx *ctx, job *j, int64_t rows, ith_tensor a, ith_tensor b,
                            ith_task task)
 {
-    int64_t parts = part_count(rows);
+    int64_t parts = ith_cpu_part_count(rows);
     j->ctx = *ctx;
     j->rows = rows;
-    j->part_rows = part_rows(rows);
+    j->part_rows = ith_cpu_part_rows(rows);
     j->stride = a.ndim ? a.shape[0] : 0;
     j->parts = a.ndim ? ctx->scratch : NULL;
     ith_pool_for(ctx->pool, parts, 1, task, j);
     if (a.ndim) {
-        add_parts(a, j->parts, parts, 2 * j->stride);
-        add_parts(b, j->parts + j->stride, parts, 2 * j->stride);
+        ith_cpu_add_parts(a, j->parts, parts, 2 * j->stride);
+        ith_cpu_add_parts(b, j->parts + j->stride, parts, 2 * j->stride);
     }
     return ITH_OK;
 }
@@ -336,14 +310,14 @@ static int64_t gates_backward_bytes(ith_ctx *ctx, ith_tensor da, ith_tensor db, 
 {
     (void)ctx, (void)da, (void)db, (void)ddt_bias, (void)dg, (void)dbeta, (void)b, (void)a_log;
     (void)dt_bias;
-    return da_log.ndim ? part_count(a.shape[0]) * 2 * a.shape[1] * 4 : 0;
+    return da_log.ndim ? ith_cpu_part_count(a.shape[0]) * 2 * a.shape[1] * 4 : 0;
 }
 
 static ith_status gates_backward(ith_ctx *ctx, ith_tensor da, ith_tensor db, ith_tensor da_log,
                                  ith_tensor ddt_bias, ith_tensor dg, ith_tensor dbeta, ith_tensor a,
                                  ith_tensor b, ith_tensor a_log, ith_tensor dt_bias)
 {
-    if (!is_fast(a) || da_log.ndim != ddt_bias.ndim)
+    if (!ith_cpu_is_fast(a) || da_log.ndim != ddt_bias.ndim)
         return ith_backend_ref()->gdn_gates_backward.run(ctx, da, db, da_log, ddt_bias, dg, dbeta,
                                                          a, b, a_log, dt_bias);
     job j = {.t = {da, db, dg, dbeta, a, b, a_log, dt_bias}};
@@ -355,14 +329,14 @@ static int64_t layernorm_backward_bytes(ith_ctx *ctx, ith_tensor dx, ith_tensor 
                                         ith_tensor mean, ith_tensor rstd, ith_tensor w)
 {
     (void)ctx, (void)dx, (void)db, (void)dy, (void)dres, (void)mean, (void)rstd, (void)w;
-    return dw.ndim ? part_count(x.shape[0]) * 2 * x.shape[1] * 4 : 0;
+    return dw.ndim ? ith_cpu_part_count(x.shape[0]) * 2 * x.shape[1] * 4 : 0;
 }
 
 static ith_status layernorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_tensor db,
                                      ith_tensor dy, ith_tensor dres, ith_tensor x, ith_tensor mean,
                                      ith_tensor rstd, ith_tensor w)
 {
-    if (!is_fast(x))
+    if (!ith_cpu_is_fast(x))
         return ith_backend_ref()->layernorm_backward.run(ctx, dx, dw, db, dy, dres, x, mean, rstd,
                                                          w);
     job j = {.t = {dx, dy, dres, x, mean, rstd, w}};

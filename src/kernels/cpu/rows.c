@@ -2,16 +2,11 @@
  * reference keeps (F64, shapes past the stack buffers). The work is in rows_impl.h.
  *
  * Pieces have a fixed size in rows or elements, so that nothing depends on the number of threads.
- * Sums over rows: see part_rows. */
+ * Sums over rows: see ith_cpu_part_rows. */
 #include "kernels/cpu/cpu_internal.h"
 
 #include <math.h>
 #include <string.h>
-
-static bool is_fast(ith_tensor t)
-{
-    return t.dtype == ITH_F32 || t.dtype == ITH_BF16;
-}
 
 /* Rows of one piece: about 64 KiB. */
 static int64_t grain_of(int64_t row_bytes)
@@ -27,38 +22,13 @@ static int64_t row_bytes(ith_tensor t)
     return bytes;
 }
 
-/* ---- sums over rows in fixed parts ---- */
-
-static int64_t part_rows(int64_t rows)
-{
-    return ith_max_i64(16, ith_div_ceil(rows, ITH_CPU_PARTS));
-}
-
-static int64_t part_count(int64_t rows)
-{
-    return ith_div_ceil(rows, part_rows(rows));
-}
-
-/* out[d] += sum of parts[p][offset + d], parts in order. */
-static void add_parts(ith_tensor out, const float *parts, int64_t count, int64_t width,
-                      int64_t offset)
-{
-    float *to = out.data;
-    for (int64_t d = 0; d < out.shape[0]; d++) {
-        float sum = 0;
-        for (int64_t p = 0; p < count; p++)
-            sum += parts[p * width + offset + d];
-        to[d * out.stride[0]] += sum;
-    }
-}
-
 /* ---- norms ---- */
 
 static ith_status rmsnorm_forward(ith_ctx *ctx, ith_tensor y, ith_tensor sum, ith_tensor rstd,
                                   ith_tensor x, ith_tensor residual, ith_tensor w, float eps,
                                   float w_offset)
 {
-    if (!is_fast(x))
+    if (!ith_cpu_is_fast(x))
         return ith_backend_ref()->rmsnorm_forward.run(ctx, y, sum, rstd, x, residual, w, eps,
                                                       w_offset);
     ith_cpu_rows a = {.t = {y, sum, rstd, x, residual, w}, .f = {eps, w_offset}};
@@ -72,30 +42,30 @@ static int64_t rmsnorm_backward_bytes(ith_ctx *ctx, ith_tensor dx, ith_tensor dw
                                       float w_offset)
 {
     (void)ctx, (void)dx, (void)dy, (void)dres, (void)rstd, (void)w, (void)w_offset;
-    return dw.ndim ? part_count(x.shape[0]) * x.shape[1] * 4 : 0;
+    return dw.ndim ? ith_cpu_part_count(x.shape[0]) * x.shape[1] * 4 : 0;
 }
 
 static ith_status rmsnorm_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dw, ith_tensor dy,
                                    ith_tensor dres, ith_tensor x, ith_tensor rstd, ith_tensor w,
                                    float w_offset)
 {
-    if (!is_fast(x))
+    if (!ith_cpu_is_fast(x))
         return ith_backend_ref()->rmsnorm_backward.run(ctx, dx, dw, dy, dres, x, rstd, w, w_offset);
     ith_cpu_rows a = {.t = {dx, dy, dres, x, rstd, w},
                       .f = {w_offset},
-                      .i = {part_rows(x.shape[0])},
+                      .i = {ith_cpu_part_rows(x.shape[0])},
                       .flag = dw.ndim != 0,
                       .scratch = ctx->scratch};
-    int64_t parts = part_count(x.shape[0]);
+    int64_t parts = ith_cpu_part_count(x.shape[0]);
     ith_pool_for(ctx->pool, parts, 1, ith_cpu_level_get()->rmsnorm_backward, &a);
     if (a.flag)
-        add_parts(dw, ctx->scratch, parts, x.shape[1], 0);
+        ith_cpu_add_parts(dw, ctx->scratch, parts, x.shape[1]);
     return ITH_OK;
 }
 
 static bool rope_is_fast(ith_tensor q)
 {
-    return is_fast(q) && q.shape[2] <= ITH_CPU_MAX_DIM;
+    return ith_cpu_is_fast(q) && q.shape[2] <= ITH_CPU_MAX_DIM;
 }
 
 static ith_status rope_forward(ith_ctx *ctx, ith_tensor q_out, ith_tensor k_out, ith_tensor q_rstd,
@@ -123,7 +93,7 @@ static int64_t rope_backward_bytes(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, i
 {
     (void)ctx, (void)dq, (void)dk, (void)dk_w, (void)dq_out, (void)dk_out, (void)k, (void)q_rstd;
     (void)k_rstd, (void)q_w, (void)k_w, (void)cos, (void)sin, (void)position_ids, (void)w_offset;
-    return dq_w.ndim ? part_count(q.shape[0]) * 2 * q.shape[2] * 4 : 0;
+    return dq_w.ndim ? ith_cpu_part_count(q.shape[0]) * 2 * q.shape[2] * 4 : 0;
 }
 
 static ith_status rope_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_tensor dq_w,
@@ -140,14 +110,14 @@ static ith_status rope_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_
                       .more = {q_rstd, k_rstd},
                       .ids = position_ids,
                       .f = {w_offset},
-                      .i = {part_rows(q.shape[0])},
+                      .i = {ith_cpu_part_rows(q.shape[0])},
                       .flag = dq_w.ndim != 0,
                       .scratch = ctx->scratch};
-    int64_t parts = part_count(q.shape[0]), dim = q.shape[2];
+    int64_t parts = ith_cpu_part_count(q.shape[0]), dim = q.shape[2];
     ith_pool_for(ctx->pool, parts, 1, ith_cpu_level_get()->rope_backward, &a);
     if (a.flag) {
-        add_parts(dq_w, ctx->scratch, parts, 2 * dim, 0);
-        add_parts(dk_w, ctx->scratch, parts, 2 * dim, dim);
+        ith_cpu_add_parts(dq_w, ctx->scratch, parts, 2 * dim);
+        ith_cpu_add_parts(dk_w, (const float *)ctx->scratch + dim, parts, 2 * dim);
     }
     return ITH_OK;
 }
@@ -156,7 +126,7 @@ static ith_status rope_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor dk, ith_
 
 static ith_status swiglu_forward(ith_ctx *ctx, ith_tensor h, ith_tensor gate_up)
 {
-    if (!is_fast(h))
+    if (!ith_cpu_is_fast(h))
         return ith_backend_ref()->swiglu_forward.run(ctx, h, gate_up);
     ith_cpu_rows a = {.t = {h, gate_up}};
     ith_pool_for(ctx->pool, h.shape[0], grain_of(row_bytes(h)), ith_cpu_level_get()->swiglu_forward,
@@ -167,7 +137,7 @@ static ith_status swiglu_forward(ith_ctx *ctx, ith_tensor h, ith_tensor gate_up)
 static ith_status swiglu_backward(ith_ctx *ctx, ith_tensor dgate_up, ith_tensor h, ith_tensor dh,
                                   ith_tensor gate_up)
 {
-    if (!is_fast(dh))
+    if (!ith_cpu_is_fast(dh))
         return ith_backend_ref()->swiglu_backward.run(ctx, dgate_up, h, dh, gate_up);
     ith_cpu_rows a = {.t = {dgate_up, h, dh, gate_up}};
     ith_pool_for(ctx->pool, dh.shape[0], grain_of(row_bytes(dh)),
@@ -196,7 +166,7 @@ static bool each_element(ith_ctx *ctx, ith_task task, const ith_tensor *t, int c
     bool flat = true, fast = true;
     for (int k = 0; k < count; k++) {
         flat = flat && ith_is_contiguous(t[k]);
-        fast = fast && is_fast(t[k]);
+        fast = fast && ith_cpu_is_fast(t[k]);
     }
     if (!fast || (!flat && t[0].ndim != 2))
         return false;
@@ -290,7 +260,7 @@ static ith_status embedding_forward(ith_ctx *ctx, ith_tensor y, ith_tensor ids, 
 /* A task owns columns: the rows of one id are added in order of t without locks. */
 static ith_status embedding_backward(ith_ctx *ctx, ith_tensor dw, ith_tensor dy, ith_tensor ids)
 {
-    if (!is_fast(dy))
+    if (!ith_cpu_is_fast(dy))
         return ith_backend_ref()->embedding_backward.run(ctx, dw, dy, ids);
     ith_cpu_rows a = {.t = {dw, dy, ids}};
     ith_pool_for(ctx->pool, dy.shape[1], 128, ith_cpu_level_get()->embedding_backward, &a);
@@ -302,7 +272,7 @@ static ith_status embedding_backward(ith_ctx *ctx, ith_tensor dw, ith_tensor dy,
 static ith_status cross_entropy(ith_ctx *ctx, ith_tensor row_loss, ith_tensor logits,
                                 ith_tensor labels, ith_tensor seeds, bool gradient)
 {
-    if (!is_fast(logits))
+    if (!ith_cpu_is_fast(logits))
         return ith_backend_ref()->cross_entropy.run(ctx, row_loss, logits, labels, seeds, gradient);
     ith_cpu_rows a = {.t = {row_loss, logits, labels, seeds}, .flag = gradient};
     ith_pool_for(ctx->pool, logits.shape[0], grain_of(row_bytes(logits)),
@@ -315,7 +285,7 @@ static ith_status cross_entropy_confident(ith_ctx *ctx, ith_tensor row_loss,
                                           ith_tensor logits, ith_tensor labels, ith_tensor seeds,
                                           float confidence, bool gradient)
 {
-    if (!is_fast(logits))
+    if (!ith_cpu_is_fast(logits))
         return ith_backend_ref()->cross_entropy_confident.run(
             ctx, row_loss, row_confidence, right, logits, labels, seeds, confidence, gradient);
     ith_cpu_rows a = {.t = {row_loss, logits, labels, seeds, row_confidence, right},
@@ -329,7 +299,7 @@ static ith_status cross_entropy_confident(ith_ctx *ctx, ith_tensor row_loss,
 static ith_status choose_ids(ith_ctx *ctx, ith_tensor ids, ith_tensor probability,
                              ith_tensor logits, ith_tensor draws, float scale, int64_t barred)
 {
-    if (!is_fast(logits))
+    if (!ith_cpu_is_fast(logits))
         return ith_backend_ref()->choose_ids.run(ctx, ids, probability, logits, draws, scale,
                                                  barred);
     ith_cpu_rows a = {.t = {ids, probability, logits, draws}, .f = {scale}, .i = {barred}};
@@ -388,7 +358,7 @@ static ith_status sumsq(ith_ctx *ctx, ith_tensor out, ith_tensor x)
 static ith_status router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tensor topk_idx,
                                  ith_tensor probs, ith_tensor logits, bool norm_topk)
 {
-    if (!is_fast(logits) || logits.shape[1] > ITH_CPU_MAX_EXPERTS)
+    if (!ith_cpu_is_fast(logits) || logits.shape[1] > ITH_CPU_MAX_EXPERTS)
         return ith_backend_ref()->router_forward.run(ctx, topk_w, topk_idx, probs, logits,
                                                      norm_topk);
     ith_cpu_rows a = {.t = {topk_w, topk_idx, probs, logits}, .flag = norm_topk};
@@ -510,7 +480,7 @@ static ith_status group_router_forward(ith_ctx *ctx, ith_tensor topk_w, ith_tens
 static ith_status combine(ith_ctx *ctx, ith_tensor y, ith_tensor base, ith_tensor x,
                           ith_tensor topk_w, ith_tensor row_of)
 {
-    if (!is_fast(y))
+    if (!ith_cpu_is_fast(y))
         return ith_backend_ref()->expert_combine.run(ctx, y, base, x, topk_w, row_of);
     ith_cpu_rows a = {.t = {y, base, x, topk_w, row_of}};
     ith_pool_for(ctx->pool, y.shape[0], grain_of(row_bytes(y) * row_of.shape[1]),
@@ -521,7 +491,7 @@ static ith_status combine(ith_ctx *ctx, ith_tensor y, ith_tensor base, ith_tenso
 static ith_status combine_backward(ith_ctx *ctx, ith_tensor dx, ith_tensor dtopk_w, ith_tensor dy,
                                    ith_tensor x, ith_tensor topk_w, ith_tensor row_of)
 {
-    if (!is_fast(dy))
+    if (!ith_cpu_is_fast(dy))
         return ith_backend_ref()->expert_combine_backward.run(ctx, dx, dtopk_w, dy, x, topk_w,
                                                               row_of);
     ith_cpu_rows a = {.t = {dx, dtopk_w, dy, x, topk_w, row_of}};
@@ -555,7 +525,7 @@ static ith_status adamw(ith_ctx *ctx, ith_tensor w, ith_tensor master, ith_tenso
 {
     float factor = *(const float *)scale.data;
     bool f32_master = master.ndim == 0 || master.dtype == ITH_F32;
-    if (!is_fast(w) || !is_fast(m) || m.dtype != v.dtype || !f32_master)
+    if (!ith_cpu_is_fast(w) || !ith_cpu_is_fast(m) || m.dtype != v.dtype || !f32_master)
         return ith_backend_ref()->adamw.run(ctx, w, master, m, v, grad, scale, hyper, seed, first,
                                             zero_grad);
     if (factor < 0.0f)
