@@ -51,7 +51,12 @@ void ith_memory_table(const ith_trainer *t, ith_buf *out)
     const ith_plan *plan = t->session.ctx.plan;
     const ith_step *s = t->step;
     char bytes[32];
+    static const char *const what[] = {"all activations", "attention", "their input",
+                                       "their input on the host"};
     int64_t layers = t->hf.num_hidden_layers;
+    int64_t kept[] = {s->layers_keep_all, s->layers_keep_attention, s->layers_keep_input,
+                      layers - s->layers_keep_all - s->layers_keep_attention -
+                          s->layers_keep_input};
     ith_buf_printf(out, "memory on %s: %s planned\n", t->session.ctx.device->name,
                    ith_format_bytes(ith_plan_total(plan), bytes, sizeof bytes));
     for (int c = 0; c < ITH_MEM_CLASSES; c++) {
@@ -71,18 +76,15 @@ void ith_memory_table(const ith_trainer *t, ith_buf *out)
     if (t->links_bytes > 0)
         ith_buf_printf(out, "  beside the plan  %7s for exchanges between GPUs\n",
                        ith_format_bytes(t->links_bytes, bytes, sizeof bytes));
-    ith_buf_printf(out, "  micro-batch of at most %lld tokens in %lld documents",
-                   (long long)s->config.max_tokens, (long long)s->config.max_docs);
+    ith_buf_printf(out, "  micro-batch of at most %lld tokens in %lld document%s",
+                   (long long)s->config.max_tokens, (long long)s->config.max_docs,
+                   s->config.max_docs == 1 ? "" : "s");
     if (s->config.vision.max_patches)
         ith_buf_printf(out, " with %lld patches of images and videos",
                        (long long)s->config.vision.max_patches);
-    ith_buf_printf(
-        out,
-        "; of %lld layers %lld "
-        "keep all activations, %lld keep "
-        "attention, %lld their input, %lld their input on the host; head in chunks of %lld rows",
-        (long long)layers, (long long)s->layers_keep_all, (long long)s->layers_keep_attention,
-        (long long)s->layers_keep_input,
-        (long long)(layers - s->layers_keep_all - s->layers_keep_attention - s->layers_keep_input),
-        (long long)s->config.chunk_rows);
+    ith_buf_printf(out, "; of %lld layers", (long long)layers);
+    for (int i = 0, n = 0; i < 4; i++)
+        if (kept[i])
+            ith_buf_printf(out, "%s %lld keep %s", n++ ? "," : "", (long long)kept[i], what[i]);
+    ith_buf_printf(out, "; head in chunks of %lld rows", (long long)s->config.chunk_rows);
 }

@@ -13,8 +13,12 @@ ith_status ith_session_open(ith_session *s, ith_use_device use, int index, int t
     s->ctx = ith_ctx_host(ith_backend_cpu(), s->pool, err);
     if (use != ITH_USE_CPU) {
         ith_error why = {0};
-        ith_ctx cuda = {.pool = s->pool, .err = use == ITH_USE_CUDA ? err : &why};
-        ith_status status = ith_ctx_open_cuda(&cuda, index, plan_only);
+        ith_ctx cuda = {.pool = s->pool, .err = &why};
+        ith_status status = ith_ctx_open_cuda(&cuda, index, false);
+        if (status != ITH_OK && use == ITH_USE_CUDA) { /* a plan goes without; else it is told */
+            cuda.err = err;
+            status = ith_ctx_open_cuda(&cuda, index, plan_only);
+        }
         if (status == ITH_OK) {
             s->ctx = cuda;
             s->ctx.err = err;

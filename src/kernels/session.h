@@ -18,9 +18,9 @@ typedef struct {
     bool cuda;
 } ith_session;
 
-/* AUTO: CUDA when the plug-in loads and a device is there, else the CPU. plan_only: no driver is
- * needed; the ctx counts and never runs. threads <= 0: all cores. err stays the error chain of the
- * ctx. The plan starts counting. */
+/* AUTO: CUDA when the plug-in loads and a device is there, else the CPU. plan_only: the ctx
+ * counts and never runs, and CUDA needs no driver (its memory is not known then). threads <= 0: all
+ * cores. err stays the error chain of the ctx. The plan starts counting. */
 ith_status ith_session_open(ith_session *s, ith_use_device use, int index, int threads,
                             bool plan_only, ith_error *err);
 /* A new plan, counting, after the old one is destroyed with all memory of the session. */

@@ -9,7 +9,7 @@ plan() { "$ithaca" plan --size 8b device=cpu "$@" 2>&1; }
 # A published shape on eight ranks: its parameters, its scheme, a memory table.
 text=$(plan --tokens 1048576 cp_size=8 zero_stage=3 recompute=full) || fail "--tokens ended with $?"
 for row in "model: qwen3, 8.19e+09 parameters, 36 layers" "ranks: 8 = dp 1 x cp 8, of cp ulysses 8 x ring 1" \
-    "AdamW m" "layer input .*x36" "at most 1048576 tokens in 1 documents"; do
+    "AdamW m" "layer input .*x36" "at most 1048576 tokens in 1 document; of 36 layers 36 keep their input; head"; do
     echo "$text" | grep -q "$row" || fail "--tokens: no '$row'"
 done
 
@@ -34,6 +34,9 @@ if table=$("$ithaca" plan --size 8b --longest device=cuda 2>/dev/null); then
         grep -q "^error: cuda:0: its memory is not known without it (give memory_limit)" ||
         "$ithaca" env 2>/dev/null | grep -q "NVIDIA" || fail "a GPU that is not there"
 fi
+
+# Without a device named the plan is for what is here, GPU or not.
+"$ithaca" plan --size tiny -n 64 2>&1 | grep -q "^memory on .* planned" || fail "device: auto"
 
 # A model directory serves as a shape does: only config.json is read.
 work=$(mktemp -d) && mkdir "$work/model" || exit 1
