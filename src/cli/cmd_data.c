@@ -369,6 +369,7 @@ static ith_status open_view(view *v, bool eval, ith_error *err)
         return ith_config_fail(c, key, err, "not given; there is nothing to show");
     if (!c->model)
         return ith_config_fail(c, "model", err, "not given; its tokenizer is needed");
+    ITH_TRY(ith_config_need_model(c, "", err));
     ITH_TRY(ith_model_dir_check(c->model, ITH_DIR_TOKENIZER, err));
     ITH_TRY(ith_config_resolve_layout(c, ith_config_ranks(c), &v->layout, err));
     ITH_TRY(ith_pool_create(&v->pool, (int)c->nproc, err));

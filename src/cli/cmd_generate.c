@@ -515,8 +515,8 @@ static ith_status answer_blocks(const ith_answering *a, const ith_args *args, co
     ITH_TRY_OUT(ith_comm_all_reduce(out->world, sums, 2, ITH_I64, ITH_REDUCE_SUM, err));
     if (out->world->rank == 0)
         ith_log(ITH_LOG_INFO, "generate",
-                "%lld prompts, %lld new tokens, %.2f tokens per forward, %.1f tok/s",
-                (long long)l->count, (long long)sums[0],
+                "%lld prompt%s, %lld new tokens, %.2f tokens per forward, %.1f tok/s",
+                (long long)l->count, l->count == 1 ? "" : "s", (long long)sums[0],
                 (double)sums[0] / (double)ith_max_i64(sums[1], 1),
                 (double)sums[0] / seconds_since(&t0));
 out:
@@ -570,8 +570,9 @@ static ith_status answer_all(const ith_answering *a, const ith_args *args, const
     }
     ITH_TRY_OUT(ith_comm_all_reduce(out->world, &c.total, 1, ITH_I64, ITH_REDUCE_SUM, err));
     if (out->world->rank == 0)
-        ith_log(ITH_LOG_INFO, "generate", "%lld prompts, %lld new tokens, %.1f tok/s",
-                (long long)l->count, (long long)c.total, (double)c.total / seconds_since(&t0));
+        ith_log(ITH_LOG_INFO, "generate", "%lld prompt%s, %lld new tokens, %.1f tok/s",
+                (long long)l->count, l->count == 1 ? "" : "s", (long long)c.total,
+                (double)c.total / seconds_since(&t0));
 out:
     for (int64_t i = 0; c.answers && i < batch; i++)
         ith_ids_free(&c.answers[i]);

@@ -996,7 +996,7 @@ ith_status ith_config_load(ith_config *out, const char *path, const char *const 
                            int num_overrides, ith_error *err)
 {
     if (!path)
-        return ith_config_parse(out, "", 0, "no file", overrides, num_overrides, err);
+        return ith_config_parse(out, "", 0, "command line", overrides, num_overrides, err);
     if (!ith_path_exists(path) || ith_path_is_dir(path))
         return ith_fail(err, ITH_ERR_USAGE, "%s: %s (give a YAML or JSON file)", path,
                         ith_path_is_dir(path) ? "found a directory" : "no such file");

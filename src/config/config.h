@@ -320,6 +320,9 @@ ith_config_dtype ith_config_param_dtype(const ith_config *config);
  * not divide, a missing file). ITH_ERR_USAGE. */
 ith_status ith_config_fail(const ith_config *config, const char *key, ith_error *err,
                            const char *fmt, ...) ITH_PRINTF(4, 5);
+/* Fails, with how to get one, unless `model` is a directory. other: what could be given instead, or
+ * "". */
+ith_status ith_config_need_model(const ith_config *config, const char *other, ith_error *err);
 /* The user gave this key (in the file or as an override), whatever its value. */
 bool ith_config_is_set(const ith_config *config, const char *key);
 /* Given keys that have no meaning here, one line each: "file:line:col: key: not needed: why". */

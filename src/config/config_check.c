@@ -1,5 +1,6 @@
 /* config_check.c - what needs more than one key, what is not built yet, and the layout. */
 #include "base/checked.h"
+#include "base/file.h"
 #include "config/config_internal.h"
 
 #include <math.h>
@@ -307,4 +308,16 @@ ith_status ith_config_resolve_layout(const ith_config *config, int64_t world_siz
     layout.grad_accum = layout.global_batch_size / pass;
     *out = layout;
     return ITH_OK;
+}
+
+ith_status ith_config_need_model(const ith_config *config, const char *other, ith_error *err)
+{
+    const char *dir = config->model;
+    if (ith_path_is_dir(dir))
+        return ITH_OK;
+    return ith_config_fail(config, "model", err,
+                           "%s%s is not a directory here (download the model first, e.g. with "
+                           "`hf download %s --local-dir DIR`, and give DIR%s)",
+                           ith_config_is_set(config, "model") ? "" : "not given; ", dir, dir,
+                           other);
 }

@@ -68,12 +68,7 @@ static ith_status check_checkpoints(const ith_config *c, const ith_trainer_hooks
 static ith_status open_model_files(ith_trainer *t, bool plan_only, ith_error *err)
 {
     const char *dir = t->config->model, *out = t->config->output_dir;
-    if (!ith_path_is_dir(dir))
-        return ith_config_fail(t->config, "model", err,
-                               "%s%s is not a directory here (download the model first, e.g. with "
-                               "`hf download %s --local-dir DIR`, and give DIR)",
-                               ith_config_is_set(t->config, "model") ? "" : "not given; ", dir,
-                               dir);
+    ITH_TRY(ith_config_need_model(t->config, "", err));
     if (same_directory(dir, out))
         return ith_config_fail(t->config, "output_dir", err,
                                "found %s, the directory of the model (give another one)", out);
@@ -674,6 +669,8 @@ ith_status ith_trainer_open_document(ith_trainer *t, const ith_config *config, c
     memset(t, 0, sizeof *t);
     t->config = config;
     ITH_TRY_OUT(ith_config_check_supported(config, err));
+    if (!hf_text)
+        ITH_TRY_OUT(ith_config_need_model(config, ", or --size with a published shape", err));
     ITH_TRY_OUT(open_mesh(t, NULL, true, err));
     ITH_TRY_OUT(
         hf_text ? ith_hf_config_parse(&t->hf, hf_text, (int64_t)strlen(hf_text), "config.json", err)

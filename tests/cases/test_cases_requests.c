@@ -44,9 +44,10 @@ typedef struct {
     const char *message;
 } request;
 
-#define DOWNLOAD(dir)                                                                              \
+#define GET(dir)                                                                                   \
     " is not a directory here (download the model first, e.g. with `hf download " dir              \
-    " --local-dir DIR`, and give DIR)"
+    " --local-dir DIR`, and give DIR"
+#define DOWNLOAD(dir) GET(dir) ")"
 
 static const request requests[] = {
     /* the configuration as a file */
@@ -77,7 +78,12 @@ static const request requests[] = {
      "@/narrow: the tokenizer has ids up to 299, vocab_size of config.json is 299"},
     {"train @/c.yaml train_dataset=@/ids.jsonl", 1,
      "@/ids.jsonl: token id 320, vocab_size of config.json is 320"},
-    {"data @/c.yaml model=@/none", 2, "@/none: no such directory (give a model directory)"},
+    {"data @/c.yaml model=@/none", 2, "command line: model: @/none" DOWNLOAD("@/none")},
+    {"plan -n 16 model=@/none", 2,
+     "command line: model: @/none" GET("@/none") ", or --size with a published shape)"},
+    {"plan --longest", 2,
+     "command line: model: not given; Qwen/Qwen3-4B-Instruct-2507" GET(
+         "Qwen/Qwen3-4B-Instruct-2507") ", or --size with a published shape)"},
     {"generate @/none --prompt x", 2, "@/none: no such directory (give a model directory)"},
     {"generate @/c.yaml --prompt x", 2, "@/c.yaml: found a file (give a model directory)"},
     {"tokenize @/none x", 2, "@/none: no such directory (give a model directory)"},
