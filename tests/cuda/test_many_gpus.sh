@@ -2,67 +2,33 @@
 # Whole runs on two GPUs, or on two ranks that share one: the same losses, gradient norms and weights as on one, and
 # one message when a rank dies or hangs.  test_many_gpus.sh ITHACA WORK_DIR [MODEL SIZES].  Skips (77) where a GPU or
 # mpirun is missing.
-set -u
-ithaca=$1 work=$2 sizes=${3:-tiny tiny-moe tiny-llada2}
-command -v mpirun >/dev/null || { echo "mpirun is not here"; exit 77; }
+. "$(dirname "$0")/../dist/whole_runs.sh"
+sizes=${3:-tiny tiny-moe tiny-llada2}
+need_mpirun
 "$ithaca" env 2>/dev/null | grep -q '^ *cuda:0:' || { echo "a GPU is not here"; exit 77; }
 shared=false
 "$ithaca" env 2>/dev/null | grep -q '^ *cuda:1:' || shared=true
-rm -rf "$work" && mkdir -p "$work" || exit 1
-failures=0
-fail() { echo "FAIL: $*"; failures=$((failures + 1)); }
-
-awk 'BEGIN {
-    srand(7); n = split("the ship of ulysses sails home over dark water while winds sing old songs of the sea", word, " ")
-    for (i = 0; i < 400; i++) { s = ""; for (j = 0; j < 12; j++) s = s word[int(rand() * n) + 1] " "; print s > "'"$work/book.txt"'" }
+write_book
+awk "BEGIN { $words"'
     for (i = 0; i < 48; i++) {
         s = ""; for (j = 0; j < 5 + int(rand() * 60); j++) s = s word[int(rand() * n) + 1] " "
-        printf "{\"messages\":[{\"role\":\"user\",\"content\":\"sing\"},{\"role\":\"assistant\",\"content\":\"%s\"}]}\n", s > "'"$work/data.jsonl"'"
-    } }'
-cat > "$work/run.yaml" <<END
-train_dataset: $work/data.jsonl
-dtype: float32
-bf16: false
-micro_batch_size: 1
-global_batch_size: 8
-cutoff_len: 256
-max_steps: 5
-learning_rate: 1.0e-3
-report_to: none
-device: cuda
-END
-
-# train MODEL NAME key=value...
-train() {
-    model=$1 name=$2; shift 2
-    timeout 60 "$ithaca" train "$work/run.yaml" "model=$work/$model" "output_dir=$work/$name" "$@" >"$work/$name.out" 2>&1
-}
-# Losses and norms of the first run and of the second, 1e-5 relative; prints the largest difference.
-same() {
-    for key in loss grad_norm; do
-        for run in "$1" "$2"; do
-            grep -o "\"$key\": *[-0-9.e+]*" "$work/$run/trainer_log.jsonl" | sed 's/.*: *//' > "$work/$run.$key"
-        done
-        paste "$work/$1.$key" "$work/$2.$key" | awk -v what="$2 $key" '
-            { d = ($1 - $2) / ($1 != 0 ? $1 : 1); if (d < 0) d = -d; if (d > worst) worst = d; if (NF != 2) worst = 1 }
-            END { printf "%-24s worst difference from one GPU %.2g\n", what, worst; exit worst > 1e-5 || NR == 0 }' ||
-            fail "$2: $key differs"
-    done
-}
+        printf "{\"messages\":[{\"role\":\"user\",\"content\":\"sing\"},{\"role\":\"assistant\",\"content\":\"%s\"}]}\n", s
+    } }' >"$work/data.jsonl"
+learn=$work/book.txt vocab_size=400
+run_yaml "dtype: float32" "bf16: false" "cutoff_len: 256" "max_steps: 5" "device: cuda" "threads: 0"
 
 # More ranks than GPUs are refused, unless a test asks for it.
 if $shared; then
-    "$ithaca" init "$work/refused" -s tiny --learn "$work/book.txt" --vocab-size 400 --dtype float32 >/dev/null 2>&1
-    train refused refused-run dp_size=2 && fail "two ranks on one GPU: exit code is 0"
+    init refused -s tiny --dtype float32
+    train refused-run refused dp_size=2 && fail "two ranks on one GPU: exit code is 0"
     grep -q "error: rank 1: ranks 0 and 1 have the same GPU, cuda:0 (use at most as many ranks as a machine has)" \
         "$work/refused-run.out" || { fail "two ranks on one GPU: not told"; tail -3 "$work/refused-run.out"; }
     export ITH_SHARE_GPU=1
 fi
 
 for size in $sizes; do
-    "$ithaca" init "$work/$size" -s $size --learn "$work/book.txt" --vocab-size 400 --dtype float32 >/dev/null 2>&1 ||
-        { echo "init failed"; exit 1; }
-    train $size $size-one || { cat "$work/$size-one.out"; exit 1; }
+    init "$size" -s "$size" --dtype float32
+    train $size-one $size || { cat "$work/$size-one.out"; exit 1; }
     case $size in *moe | *llada2) experts="zero3ep dp_size=2 zero_stage=3 ep_size=2" ;; *) experts="" ;; esac
     for layout in "cp2 cp_size=2" "dp2 dp_size=2" "zero1 dp_size=2 zero_stage=1" "zero2 cp_size=2 zero_stage=2" \
         "zero3 dp_size=2 zero_stage=3" "zero3cp cp_size=2 zero_stage=3 recompute=full" "$experts"; do
@@ -70,18 +36,18 @@ for size in $sizes; do
         # shellcheck disable=SC2086
         set -- $layout
         name=$size-$1; shift
-        train $size "$name" "$@" || { fail "$layout ended with $?"; tail -3 "$work/$name.out"; continue; }
-        same $size-one "$name"
+        train "$name" $size "$@" || { fail "$layout ended with $?"; tail -3 "$work/$name.out"; continue; }
+        same "$name" $size-one
     done
     # The same bits again.
-    train $size $size-again dp_size=2 zero_stage=3
+    train $size-again $size dp_size=2 zero_stage=3
     cmp -s "$work/$size-zero3/model.safetensors" "$work/$size-again/model.safetensors" ||
         fail "$size: a run on two GPUs again gives other weights"
 done
 
 # A rank that dies, and one that hangs, end the run.
 end_with() {
-    train tiny "$1" ranks=2 max_steps=10000000 dist_timeout=5 save_steps=null &
+    train "$1" tiny ranks=2 max_steps=10000000 dist_timeout=5 save_steps=null &
     waiter=$!
     for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
         sleep 0.5
@@ -100,5 +66,4 @@ end_with killed KILL 10
 end_with hung STOP 20
 grep -q "does not answer since 5 s (dist_timeout)" "$work/hung.out" || { fail "hung: not told"; tail -5 "$work/hung.out"; }
 
-[ $failures = 0 ] && echo "all layouts agree"
-exit $((failures > 0))
+finish "all layouts agree"

@@ -2,30 +2,16 @@
 # Answers of several ranks: those of one, row by row, for every family, greedy and drawn, with whole weights and with
 # weights cut among the ranks, each rank with its own prompts and groups that share them; more ranks than prompts; one
 # line when a rank fails.  test_answers.sh ITHACA WORK_DIR
-set -u
-ithaca=$1 work=$2 start=$(cd "$(dirname "$0")" && pwd)/start_ranks.sh
-rm -rf "$work" && mkdir -p "$work" || exit 1
-failures=0
-fail() { echo "FAIL: $*"; failures=$((failures + 1)); }
-i=0
-while [ $i -lt 11 ]; do # lengths differ
+. "$(dirname "$0")/whole_runs.sh"
+questions 11 "What lies behind cape %d?" "Bay %d." 2
+for i in 0 1 2 3 4 5 6 7 8 9 10; do # lengths differ
     echo "What lies behind cape $(seq -s ' and ' 0 $i)?" >>"$work/prompts.txt"
-    printf '{"messages": [{"role": "user", "content": "What lies behind cape %d?"}, {"role": "assistant", "content": "Bay %d."}]}\n' \
-        $i $((i * 2)) >>"$work/data.jsonl"
-    i=$((i + 1))
 done
-cat >"$work/linear.json" <<END
-{"model_type": "qwen3_5_moe_text", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
- "num_key_value_heads": 2, "head_dim": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
- "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 1e-6, "torch_dtype": "float32",
- "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
-END
-for made in "qwen3 --size tiny" "qwen3_moe --size tiny-moe" "qwen3_5 --config $work/linear.json" "llada2 --size tiny-llada2"; do
-    # shellcheck disable=SC2086
-    set -- $made
-    name=$1; shift
-    "$ithaca" init "$@" --learn "$work/data.jsonl" --vocab-size 300 "$work/$name" >/dev/null 2>&1 || { echo "init $name failed"; exit 1; }
-done
+qwen3_5_moe float32 4 >"$work/linear.json"
+init qwen3 -s tiny
+init qwen3_moe -s tiny-moe
+init qwen3_5 --config "$work/linear.json"
+init llada2 -s tiny-llada2
 
 answer() { # RANKS NAME MODEL options...
     ranks=$1 name=$2 model=$3; shift 3
@@ -135,5 +121,4 @@ done <<END
 3 qwen3 --cp-size=3=--cp-mode=hybrid --cp-mode: none of this kind for 3 ranks
 END
 
-[ $failures = 0 ] && echo "all ranks answer as one"
-exit $((failures > 0))
+finish "all ranks answer as one"

@@ -1,31 +1,11 @@
 #!/bin/sh
 # How jobs end when a rank fails: one line in all, of the first cause, within seconds; and what `verify: true` finds.
 #     test_ends.sh ITHACA WORK_DIR
-set -u
-ithaca=$1 work=$2 start=$(cd "$(dirname "$0")" && pwd)/start_ranks.sh
-rm -rf "$work" && mkdir -p "$work" || exit 1
-failures=0
-fail() { echo "FAIL: $*"; failures=$((failures + 1)); }
-i=0
-while [ $i -lt 16 ]; do
-    printf '{"messages": [{"role": "user", "content": "Who steers ship %d?"}, {"role": "assistant", "content": "Pilot %d does."}]}\n' \
-        $i $((i * 5))
-    i=$((i + 1))
-done >"$work/data.jsonl"
-"$ithaca" init "$work/model" -s tiny --learn "$work/data.jsonl" --vocab-size 300 >/dev/null 2>&1 || { echo "init failed"; exit 1; }
-"$ithaca" init "$work/experts" -s tiny-moe --learn "$work/data.jsonl" --vocab-size 300 >/dev/null 2>&1 || { echo "init failed"; exit 1; }
-cat >"$work/run.yaml" <<END
-model: $work/model
-train_dataset: $work/data.jsonl
-micro_batch_size: 1
-global_batch_size: 8
-cutoff_len: 128
-max_steps: 3
-learning_rate: 1.0e-3
-report_to: none
-device: cpu
-threads: 1
-END
+. "$(dirname "$0")/whole_runs.sh"
+questions 16 "Who steers ship %d?" "Pilot %d does." 5
+init model -s tiny
+init experts -s tiny-moe
+run_yaml "model: $work/model" "max_steps: 3"
 # job RANKS NAME key=value...: over TCP, without a launcher
 job() {
     ranks=$1 name=$2; shift 2
@@ -131,5 +111,4 @@ wait $waiter && fail "early: exit code is 0"
 [ $(($(date +%s) - began)) -le 25 ] || fail "early: ended late"
 [ "$(grep -c '^error: ' "$work/early.out")" = 1 ] || { fail "early: not one line"; tail -3 "$work/early.out"; }
 
-[ $failures = 0 ] && echo "every end is told once"
-exit $((failures > 0))
+finish "every end is told once"

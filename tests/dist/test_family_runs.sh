@@ -1,13 +1,8 @@
 #!/bin/sh
 # Whole runs of Qwen3.5 and LLaDA2 on several ranks: losses, gradient norms and evaluations of one rank, checkpoints that
 # go on with another layout, and one message where heads do not reach.  test_family_runs.sh ITHACA WORK_DIR
-set -u
-ithaca=$1 work=$2
-command -v mpirun >/dev/null || { echo "mpirun is not here"; exit 77; }
-rm -rf "$work" && mkdir -p "$work" || exit 1
-failures=0
-fail() { echo "FAIL: $*"; failures=$((failures + 1)); }
-
+. "$(dirname "$0")/whole_runs.sh"
+need_mpirun
 i=0
 while [ $i -lt 40 ]; do
     more=$(printf 'and one %.0s' $(seq 1 $((1 + i % 7 + i % 10 / 9 * 10)))) # one in ten is long
@@ -15,51 +10,12 @@ while [ $i -lt 40 ]; do
         $i "$more" $((i + 1)) "$more"
     i=$((i + 1))
 done >"$work/data.jsonl"
-cat >"$work/run.yaml" <<END
-train_dataset: $work/data.jsonl
-dtype: float32
-bf16: false
-micro_batch_size: 2
-global_batch_size: 8
-cutoff_len: 128
-max_steps: 4
-save_steps: 2
-learning_rate: 1.0e-3
-eval_split_ratio: 0.2
-eval_strategy: steps
-eval_steps: 4
-report_to: none
-device: cpu
-threads: 1
-END
+run_yaml "dtype: float32" "bf16: false" "micro_batch_size: 2" "max_steps: 4" "save_steps: 2" "eval_split_ratio: 0.2" \
+    "eval_strategy: steps" "eval_steps: 4"
+qwen3_5_moe float32 4 >"$work/qwen3_5.json"
+init qwen3_5 --config "$work/qwen3_5.json"
+init llada2 -s tiny-llada2 --dtype float32
 
-cat >"$work/qwen3_5.json" <<END
-{"model_type": "qwen3_5_moe_text", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
- "num_key_value_heads": 2, "head_dim": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
- "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 1e-6, "torch_dtype": "float32",
- "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
-END
-"$ithaca" init --config "$work/qwen3_5.json" --learn "$work/data.jsonl" --vocab-size 300 "$work/qwen3_5" >/dev/null 2>&1 &&
-    "$ithaca" init -s tiny-llada2 --learn "$work/data.jsonl" --vocab-size 300 --dtype float32 "$work/llada2" >/dev/null 2>&1 ||
-    { echo "init failed"; exit 1; }
-
-# train NAME MODEL key=value...
-train() {
-    out=$work/$1 model=$work/$2; shift 2
-    timeout 120 "$ithaca" train "$work/run.yaml" "model=$model" "output_dir=$out" "$@" >"$out.out" 2>&1
-}
-# same NAME ONE: losses, norms and evaluations of NAME against those of the run on one rank, 1e-5 relative
-same() {
-    for key in loss grad_norm eval_loss aux_loss; do
-        [ $key != aux_loss ] || grep -q '"aux_loss"' "$work/$2/trainer_log.jsonl" || continue
-        for run in "$1" "$2"; do
-            grep -o "\"$key\": *[-0-9.e+]*" "$work/$run/trainer_log.jsonl" | sed 's/.*: *//' >"$work/$run.$key"
-        done
-        paste "$work/$2.$key" "$work/$1.$key" | awk -v key="$key" '
-            { d = $1 - $2; if (d < 0) d = -d; if (NF != 2 || d > 1e-5 * ($1 < 0 ? -$1 : $1)) { bad = 1; print key, $1, $2 } }
-            END { exit bad || NR == 0 }' || fail "$1: $key differs from one rank"
-    done
-}
 # family NAME MODEL LAYOUT key=value...: one rank, then LAYOUT, then its checkpoint on three ranks in another layout
 family() {
     name=$1 dir=$2 layout=$3; shift 3
@@ -135,5 +91,4 @@ train wrong qwen3_5 ep_size=3 global_batch_size=6
 [ $? = 2 ] && grep -q "^error: .*ep_size: 3 does not divide num_experts 8" "$work/wrong.out" ||
     { fail "ep_size 3"; tail -3 "$work/wrong.out"; }
 
-[ $failures = 0 ] && echo "all layouts agree"
-exit $((failures > 0))
+finish "all layouts agree"

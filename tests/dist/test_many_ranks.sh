@@ -1,61 +1,24 @@
 #!/bin/sh
 # Whole runs on several ranks: the same losses, gradient norms and evaluation as on one, a checkpoint that goes on with
 # any number of ranks, and one message when something is wrong.  test_many_ranks.sh ITHACA WORK_DIR
-set -u
-ithaca=$1 work=$2
-command -v mpirun >/dev/null || { echo "mpirun is not here"; exit 77; }
-rm -rf "$work" && mkdir -p "$work" || exit 1
-failures=0
-fail() { echo "FAIL: $*"; failures=$((failures + 1)); }
-
-awk 'BEGIN {
-    srand(7); n = split("the ship of ulysses sails home over dark water while winds sing old songs of the sea", word, " ")
-    for (i = 0; i < 400; i++) { s = ""; for (j = 0; j < 12; j++) s = s word[int(rand() * n) + 1] " "; print s > "'"$work/book.txt"'" }
+. "$(dirname "$0")/whole_runs.sh"
+need_mpirun
+write_book
+awk "BEGIN { $words"'
     for (i = 0; i < 50; i++) {
         q = a = ""; nq = 3 + int(rand() * 20); na = 2 + int(rand() * 40)
         for (j = 0; j < nq; j++) q = q word[int(rand() * n) + 1] " "
         for (j = 0; j < na; j++) a = a word[int(rand() * n) + 1] " "
-        printf "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"value\":\"%s\"}],\"loss_weight\":0.0},", q > "'"$work/data.jsonl"'"
-        printf "{\"role\":\"assistant\",\"content\":[{\"type\":\"text\",\"value\":\"%s\"}],\"loss_weight\":1.0}]}\n", a > "'"$work/data.jsonl"'"
-    } }'
-"$ithaca" init "$work/model" -s tiny --learn "$work/book.txt" --vocab-size 400 --dtype float32 >/dev/null 2>&1 ||
-    { echo "init failed"; exit 1; }
-cat > "$work/run.yaml" <<END
-model: $work/model
-train_dataset: $work/data.jsonl
-dtype: float32
-bf16: false
-micro_batch_size: 1
-global_batch_size: 8
-cutoff_len: 256
-max_steps: 4
-learning_rate: 1.0e-3
-eval_split_ratio: 0.1
-eval_strategy: steps
-eval_steps: 2
-save_steps: 2
-report_to: none
-device: cpu
-threads: 1
-END
-
-# train NAME key=value...
-train() {
+        printf "{\"messages\":[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"value\":\"%s\"}],\"loss_weight\":0.0},", q
+        printf "{\"role\":\"assistant\",\"content\":[{\"type\":\"text\",\"value\":\"%s\"}],\"loss_weight\":1.0}]}\n", a
+    } }' >"$work/data.jsonl"
+learn=$work/book.txt vocab_size=400
+init model -s tiny --dtype float32
+run_yaml "model: $work/model" "dtype: float32" "bf16: false" "cutoff_len: 256" "max_steps: 4" "eval_split_ratio: 0.1" "eval_strategy: steps" \
+    "eval_steps: 2" "save_steps: 2"
+run() { # NAME key=value...
     name=$1; shift
-    timeout 120 "$ithaca" train "$work/run.yaml" "output_dir=$work/$name" "$@" >"$work/$name.out" 2>&1
-}
-# Losses and norms of NAME against those of the run on one rank, 1e-5 relative; evaluations, 1e-6; what is counted, equal.
-same() {
-    for key in loss grad_norm eval_loss tokens labels epoch total_steps; do
-        for run in one "$1"; do
-            grep -o "\"$key\": *[-0-9.e+]*" "$work/$run/trainer_log.jsonl" | sed 's/.*: *//' > "$work/$run.$key"
-        done
-        paste "$work/one.$key" "$work/$1.$key" | awk -v key="$key" '
-            BEGIN { bound = key == "eval_loss" ? 1e-6 : key ~ /loss|norm/ ? 1e-5 : 0 }
-            { d = $1 - $2; if (d < 0) d = -d
-              if (NF != 2 || d > bound * ($1 < 0 ? -$1 : $1)) { bad = 1; print key, $1, $2 } }
-            END { exit bad || NR == 0 }' || fail "$1: $key differs from one rank"
-    done
+    train "$name" model "$@"
 }
 # said NAME key=value...: the log names the degrees and the stage that were asked for
 said() {
@@ -72,7 +35,7 @@ said() {
     done
 }
 
-train one || { cat "$work/one.out"; exit 1; }
+run one || { cat "$work/one.out"; exit 1; }
 grep -q '"loss"' "$work/one/trainer_log.jsonl" || { echo "no loss in trainer_log.jsonl"; exit 1; }
 for layout in "dp2 dp_size=2" "cp2 cp_size=2" "cp3 cp_size=3" "cp4 cp_size=4" "dp2cp2 dp_size=2 cp_size=2" "dp8 ranks=8" \
     "ring3 cp_size=3 cp_mode=ring" "hybrid cp_size=8" "ringzero dp_size=2 cp_size=2 cp_mode=ring zero_stage=3" \
@@ -83,18 +46,18 @@ for layout in "dp2 dp_size=2" "cp2 cp_size=2" "cp3 cp_size=3" "cp4 cp_size=4" "d
     "wholering cp_size=2 cp_mode=ring cp_whole_documents=always zero_stage=1 micro_batch_size=2" "wholenever cp_size=2 cp_whole_documents=never"; do
     # shellcheck disable=SC2086
     set -- $layout
-    train "$@" || { fail "$layout ended with $?"; tail -3 "$work/$1.out"; continue; }
-    same "$1"
+    run "$@" || { fail "$layout ended with $?"; tail -3 "$work/$1.out"; continue; }
+    same "$1" one
     said "$@"
 done
 
 # Stage 2 sums whole gradients once a step where they fit, and each micro-batch's where they do not.
 grep -q "room for whole gradients" "$work/zero2.out" || fail "zero2: gradients are cut although there is room"
 planned=$("$ithaca" plan "$work/run.yaml" dp_size=2 cp_size=2 zero_stage=2 2>/dev/null | sed -n 's/^memory on .*: \([0-9.]*\) MiB planned.*/\1/p')
-train narrow dp_size=2 cp_size=2 zero_stage=2 "memory_limit=$(awk -v m="$planned" 'BEGIN { printf "%d", m * 1048576 - 65536 }')" ||
+run narrow dp_size=2 cp_size=2 zero_stage=2 "memory_limit=$(awk -v m="$planned" 'BEGIN { printf "%d", m * 1048576 - 65536 }')" ||
     { fail "narrow ended with $?"; tail -2 "$work/narrow.out"; }
 ! grep -q "room for whole gradients" "$work/narrow.out" || fail "narrow: whole gradients do not fit"
-same narrow
+same narrow one
 
 cmp -s "$work/ring3/model.safetensors" "$work/again/model.safetensors" || fail "ring3: a second run has other bits"
 grep -q "attention: ulysses 4 x ring 2" "$work/hybrid.out" || { fail "hybrid: other scheme"; grep "^ranks" "$work/hybrid.out"; }
@@ -103,8 +66,8 @@ grep -q "documents of up to [0-9]* tokens stay whole on one rank$" "$work/whole2
 
 # Tokens are made by one rank and mapped by the others; with a cache of one's own nothing lies in output_dir.
 [ "$(ls "$work/dp8/tokenized" | wc -l)" = 1 ] || fail "dp8: $(ls "$work/dp8/tokenized" | wc -l) files of tokens"
-train cached dp_size=4 "data_cache_dir=$work/cache" || fail "cached ended with $?"
-same cached
+run cached dp_size=4 "data_cache_dir=$work/cache" || fail "cached ended with $?"
+same cached one
 [ "$(ls "$work/cache" | wc -l)" = 1 ] && [ ! -e "$work/cached/tokenized" ] || fail "cached: not one file, in data_cache_dir"
 
 # A checkpoint goes on with other layouts and stages: the second half has the same losses.
@@ -115,9 +78,9 @@ for layout in "cp2 resume1 ranks=1" "cp2 resume4 cp_size=4" "cp3 resume2x2 dp_si
     from=$1
     shift
     mkdir -p "$work/$1" && cp -r "$work/$from/checkpoint-2" "$work/$1/" && cp "$work/$from/trainer_log.jsonl" "$work/$1/"
-    train "$@" resume_from_checkpoint=auto || { fail "$layout ended with $?"; tail -3 "$work/$1.out"; continue; }
+    run "$@" resume_from_checkpoint=auto || { fail "$layout ended with $?"; tail -3 "$work/$1.out"; continue; }
     grep -q "resumed .*checkpoint-2" "$work/$1.out" || fail "$1: did not resume"
-    same "$1"
+    same "$1" one
 done
 for name in cp3 zero3; do # rank 0 has put the shards together: the same tensors as of one rank, up to rounding
     [ "$(stat -c %s "$work/$name/model.safetensors")" = "$(stat -c %s "$work/one/model.safetensors")" ] || fail "$name: model.safetensors"
@@ -126,7 +89,7 @@ done
 # Wrong requests: exit 2 (1 for a run that failed), and one line, once.
 wrong() {
     code=$1 text=$2; shift 2
-    train wrong "$@"
+    run wrong "$@"
     got=$?
     [ $got = "$code" ] || fail "$*: exit code $got, expected $code"
     [ "$(grep -c '^error: ' "$work/wrong.out")" = 1 ] || { fail "$*: not one error line"; cat "$work/wrong.out"; }
@@ -145,14 +108,14 @@ WORLD_SIZE=2 RANK=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 wrong 2 "RANK: found
 WORLD_SIZE=2 RANK=0 wrong 2 "MASTER_ADDR: not given"
 mkdir -p "$work/bin" && for tool in sh timeout sed grep paste awk rm; do ln -sf "$(command -v $tool)" "$work/bin/"; done
 whole_path=$PATH PATH=$work/bin
-train tcp dp_size=2 cp_size=2 zero_stage=2 || { fail "tcp ended with $?"; cat "$work/tcp.out"; }
+run tcp dp_size=2 cp_size=2 zero_stage=2 || { fail "tcp ended with $?"; cat "$work/tcp.out"; }
 wrong 2 "nowhere.jsonl" ranks=2 train_dataset=/nowhere.jsonl
 PATH=$whole_path
 grep -q "over tcp" "$work/tcp.out" || fail "tcp: not over tcp"
-same tcp
-(export ITH_MPI_PLUGIN="$work/no-plug-in.so" && train bare dp_size=2 cp_size=2 zero_stage=2) || { fail "bare ended with $?"; cat "$work/bare.out"; }
+same tcp one
+(export ITH_MPI_PLUGIN="$work/no-plug-in.so" && run bare dp_size=2 cp_size=2 zero_stage=2) || { fail "bare ended with $?"; cat "$work/bare.out"; }
 grep -q "over tcp" "$work/bare.out" || fail "bare: mpirun, but no plug-in: not over tcp"
-same bare
+same bare one
 
 # A plan of one rank of the job, without starting it.
 "$ithaca" plan "$work/run.yaml" "output_dir=$work/plan" cp_size=4 dp_size=2 zero_stage=3 >"$work/plan.out" 2>&1 ||
@@ -163,7 +126,7 @@ done
 
 # SIGTERM saves and stops; a killed rank ends the others.
 stop_with() {
-    train "$1" ranks=2 max_steps=100000 eval_strategy=no eval_split_ratio=0 save_steps=100000 eval_steps=null &
+    run "$1" ranks=2 max_steps=100000 eval_strategy=no eval_split_ratio=0 save_steps=100000 eval_steps=null &
     waiter=$!
     for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
         sleep 0.5
@@ -221,5 +184,4 @@ for n in 1600 1900 2100 2180 2200 2210 2215 2220 2225 2230 2235 2240 2245 2250 2
         ! grep -q "left the job\|not answer" "$work/fault.out"; } || { fail "alloc:$n ended with $code"; grep "^error" "$work/fault.out"; }
 done
 
-[ $failures = 0 ] && echo "all layouts agree"
-exit $((failures > 0))
+finish "all layouts agree"

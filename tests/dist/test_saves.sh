@@ -2,45 +2,14 @@
 # Saves of several ranks: the files of one rank bit for bit from any layout; a rank killed at any write of a save, and a
 # full disk on any rank, leave a checkpoint that goes on; a directory that not all ranks see is told.
 #     test_saves.sh ITHACA WORK_DIR
-set -u
-ithaca=$1 work=$2 start=$(cd "$(dirname "$0")" && pwd)/start_ranks.sh
-command -v mpirun >/dev/null || { echo "mpirun is not here"; exit 77; }
-rm -rf "$work" && mkdir -p "$work" || exit 1
-failures=0
-fail() { echo "FAIL: $*"; failures=$((failures + 1)); }
+. "$(dirname "$0")/whole_runs.sh"
+need_mpirun
+questions 16 "Where is harbour %d?" "Behind cape %d." 3
+init dense -s tiny --dtype float32
+qwen3_5_moe bfloat16 2 >"$work/experts.json"
+init experts --config "$work/experts.json"
+run_yaml "max_steps: 2" "save_steps: 2"
 
-i=0
-while [ $i -lt 16 ]; do
-    printf '{"messages": [{"role": "user", "content": "Where is harbour %d?"}, {"role": "assistant", "content": "Behind cape %d."}]}\n' \
-        $i $((i * 3))
-    i=$((i + 1))
-done >"$work/data.jsonl"
-cat >"$work/experts.json" <<END
-{"model_type": "qwen3_5_moe_text", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
- "num_key_value_heads": 2, "head_dim": 32, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
- "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
- "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
-END
-"$ithaca" init "$work/dense" -s tiny --learn "$work/data.jsonl" --vocab-size 300 --dtype float32 >/dev/null 2>&1 &&
-    "$ithaca" init --config "$work/experts.json" --learn "$work/data.jsonl" --vocab-size 300 "$work/experts" >/dev/null 2>&1 ||
-    { echo "init failed"; exit 1; }
-cat >"$work/run.yaml" <<END
-train_dataset: $work/data.jsonl
-micro_batch_size: 1
-global_batch_size: 8
-cutoff_len: 128
-max_steps: 2
-save_steps: 2
-learning_rate: 1.0e-3
-report_to: none
-device: cpu
-threads: 1
-END
-# train NAME MODEL key=value...
-train() {
-    out=$work/$1 model=$work/$2; shift 2
-    timeout 120 "$ithaca" train "$work/run.yaml" "model=$model" "output_dir=$out" "$@" >"$out.out" 2>&1
-}
 # from NAME: the directory NAME begins with the checkpoint of the run $1 and its log.
 from() {
     rm -rf "${work:?}/$2" && mkdir -p "$work/$2" && cp -r "$work/$1/checkpoint-2" "$work/$2/" && cp "$work/$1/trainer_log.jsonl" "$work/$2/"
@@ -125,5 +94,4 @@ timeout 60 "$start" 2 sh -c 'cd "$1/cwd$RANK" && shift && exec "$@"' sh "$work" 
 [ $? = 2 ] && [ "$(grep -c '^error: ' "$work/apart.out")" = 1 ] && grep -q "^error: rank 1: output_dir: out: .*share" "$work/apart.out" ||
     { fail "directories apart"; tail -3 "$work/apart.out"; }
 
-[ $failures = 0 ] && echo "every save is whole"
-exit $((failures > 0))
+finish "every save is whole"
