@@ -5,10 +5,11 @@ CMAKE_ARGS ?=
 PREFIX ?= /usr/local
 DESTDIR ?=
 
-.PHONY: help all deps demo check check-long check-asan check-ubsan check-tsan fuzz bench lint format install docs clean
+.PHONY: help all program configure deps demo check check-long check-asan check-ubsan check-tsan fuzz bench lint format install docs clean
 
 help:
 	@echo "make demo         build, make a small model, fine-tune it on the bundled data, let it answer (under 3 minutes)"
+	@echo "make program      build what make install installs; make all: tests, too"
 	@echo "make check        build and run every test"
 	@echo "make check-long   every division of a model among 2 to 16 ranks (minutes)"
 	@echo "make check-asan   the same under AddressSanitizer; check-ubsan, check-tsan likewise"
@@ -19,10 +20,15 @@ help:
 	@echo "make docs         the generated pages of docs/"
 	@echo "Variables: BUILD=build JOBS=$(JOBS) CMAKE_ARGS=... (for example -DITH_CUDA=off)"
 
-all: deps
+all: configure
+	@cmake --build $(BUILD) -j$(JOBS)
+
+program: configure
+	@cmake --build $(BUILD) -j$(JOBS) --target program
+
+configure: deps
 	@cmake -S . -B $(BUILD) $(CMAKE_ARGS) > $(BUILD).configure.log 2>&1 || { cat $(BUILD).configure.log; exit 1; }
 	@grep -- '--   ' $(BUILD).configure.log || true
-	@cmake --build $(BUILD) -j$(JOBS)
 
 deps:
 	@tools/install_deps.sh $(DEPS)
@@ -51,7 +57,7 @@ FUZZ_SECONDS ?= 60
 fuzz: deps
 	@tools/run_fuzz.sh $(FUZZ_SECONDS)
 
-bench: all
+bench: program
 	@cmake --build $(BUILD) -j$(JOBS) --target ithaca_bench ithaca_bench_gemm ithaca_bench_step
 	@$(BUILD)/bench/ithaca_bench
 	@$(BUILD)/bench/ithaca_bench_step model=small batch=4 seq=512 device=cpu profile=1
@@ -63,10 +69,10 @@ lint: all
 format:
 	@find src tests bench include -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.inc' | xargs clang-format -i
 
-docs: all
+docs: program
 	@cmake --build $(BUILD) --target docs
 
-install: all
+install: program
 	@DESTDIR=$(DESTDIR) cmake --install $(BUILD) --prefix $(PREFIX)
 
 clean:
