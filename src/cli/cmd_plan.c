@@ -32,9 +32,10 @@ static ith_status on_this_machine(ith_trainer *t, ith_buf *out)
         out,
         "time: %.3g FLOP for a full micro-batch (products %.0f%%, attention %.0f%%, head %.0f%%); "
         "this machine multiplies "
-        "at %.3g FLOP/s: %.3g s at its rate, %.3g s at 60%% of it; %lld micro-batches a step\n",
+        "at %.3g FLOP/s: %.3g s at its rate, %.3g s at 60%% of it; %lld micro-batch%s a step\n",
         f.total, 100 * f.linear / f.total, 100 * f.attention / f.total, 100 * f.head / f.total,
-        rate, f.total / rate, f.total / rate / 0.6, (long long)t->layout.grad_accum);
+        rate, f.total / rate, f.total / rate / 0.6, (long long)t->layout.grad_accum,
+        t->layout.grad_accum == 1 ? "" : "es");
     return ITH_OK;
 }
 
@@ -76,13 +77,8 @@ static ith_status plan(const ith_config *config, ith_error *err)
         ith_buf_printf(&out, "model: %s, %.3g parameters, %lld layers, vocabulary %lld\n",
                        t.hf.model_type, (double)t.model->num_weights,
                        (long long)t.hf.num_hidden_layers, (long long)t.hf.vocab_size);
-        ith_buf_printf(&out,
-                       "data: %lld samples, %lld tokens (%lld trained), %lld steps per epoch, %lld "
-                       "steps in all\n",
-                       (long long)ith_samples_count(t.samples),
-                       (long long)ith_samples_num_tokens(t.samples),
-                       (long long)ith_samples_num_labels(t.samples), (long long)t.steps_per_epoch,
-                       (long long)t.total_steps);
+        ith_trainer_put_data(&t, &out);
+        ith_buf_puts(&out, "\n");
         ith_memory_table(&t, &out);
         ith_buf_puts(&out, "\n");
         if (status == ITH_OK)

@@ -40,7 +40,8 @@ typedef struct {
     ith_noise_options noise; /* of a diffusion model */
     ith_noiser *noiser;      /* NULL: not one */
     int64_t *train_subset, *eval_subset;
-    json_t *eval_start; /* state of eval_batcher before its first step */
+    int64_t num_held_out; /* samples that eval_split_ratio holds out */
+    json_t *eval_start;   /* state of eval_batcher before its first step */
     ith_session session;
     ith_pool *data_pool; /* threads that prepare data; NULL: those of the session */
     ith_model *model;
@@ -70,6 +71,8 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
  * step is there then. Diffusion models, whose batches depend on their noise, are refused. */
 ith_status ith_trainer_open_document(ith_trainer *t, const ith_config *config, const char *hf_text,
                                      int64_t tokens, ith_error *err);
+/* "data: 17 samples (4 held out), ..", a line without its end. */
+void ith_trainer_put_data(const ith_trainer *t, ith_buf *out);
 void ith_trainer_close(ith_trainer *t);
 
 typedef struct {

@@ -223,6 +223,7 @@ static ith_status open_data(ith_trainer *t, const shared_data *shared, ith_error
         ITH_TRY(ith_samples_split(t->samples, c->eval_split_ratio, (uint64_t)c->seed,
                                   &t->train_subset, &num_train, &t->eval_subset, &num_eval, err));
         t->eval_samples = t->samples;
+        t->num_held_out = num_eval;
     }
     ITH_TRY(check_whole(t, err));
     ITH_TRY(check_ids(t, t->samples, c->train_dataset, err));
@@ -506,6 +507,25 @@ static ith_status open_links(ith_trainer *t, ith_error *err)
     return ITH_OK;
 }
 
+void ith_trainer_put_data(const ith_trainer *t, ith_buf *out)
+{
+    ith_buf_printf(out, "data: %lld samples", (long long)ith_samples_count(t->samples));
+    if (t->num_held_out)
+        ith_buf_printf(out, " (%lld held out)", (long long)t->num_held_out);
+    ith_buf_printf(out, ", %lld tokens (%lld trained), %lld step%s per epoch, %lld in all",
+                   (long long)ith_samples_num_tokens(t->samples),
+                   (long long)ith_samples_num_labels(t->samples), (long long)t->steps_per_epoch,
+                   t->steps_per_epoch == 1 ? "" : "s", (long long)t->total_steps);
+}
+
+static void say_data(const ith_trainer *t, const ith_trainer_hooks *hooks)
+{
+    ith_buf line = {0};
+    ith_trainer_put_data(t, &line);
+    ith_trainer_say(hooks, "%s", line.data ? line.data : "");
+    ith_buf_deinit(&line);
+}
+
 static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
 {
     if (!t->mesh)
@@ -634,10 +654,7 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
     say_kernels(t, hooks);
     say_mesh(t, hooks);
     ith_trainer_say(hooks, "chat template: %s", ith_chat_source(t->chat));
-    ith_trainer_say(
-        hooks, "data: %lld samples, %lld tokens, %lld steps per epoch, %lld steps in all",
-        (long long)ith_samples_count(t->samples), (long long)ith_samples_num_tokens(t->samples),
-        (long long)t->steps_per_epoch, (long long)t->total_steps);
+    say_data(t, hooks);
     ITH_TRY_OUT(ith_trainer_agree(t, open_noise(t, hooks, err), err));
     ith_batch_limits limits = t->noiser ? ith_noiser_limits(t->noiser) : clean_limits(t);
     ITH_TRY_OUT(ith_trainer_agree(t, open_step(t, limits, plan_only, err), err));
