@@ -165,11 +165,12 @@ const ith_command ith_cmd_train = {
     .name = "train",
     .arguments = "CONFIG [key=value ...]",
     .summary = "Fine-tune a model",
-    .details = "CONFIG is a LlamaFactory v1 file (.yaml, .json); key=value replaces keys of it, "
-               "nested ones with a dot.\n"
+    .details = "CONFIG is a file of LlamaFactory v1, dFactory or TRL (.yaml, .json); key=value "
+               "replaces keys of it, nested ones with a dot. `ithaca help --config-markdown` lists "
+               "all keys, `ithaca plan CONFIG` shows what they become.\n"
                "Writes to output_dir: the model as a Hugging Face directory, trainer_log.jsonl, "
                "loss_curve.svg, checkpoints.\n"
-               "Several processes train together under mpirun or srun, or with ranks=N "
+               "Several processes train together under mpirun, srun or torchrun, or with ranks=N "
                "(docs/parallel.md).\n"
                "SIGINT and SIGTERM save a checkpoint and stop; SIGUSR1 saves and goes on.\n",
     .min_positional = 1,
