@@ -1,10 +1,9 @@
 #!/bin/sh
 # Whole runs on two GPUs, or on two ranks that share one: the same losses, gradient norms and weights as on one, and
-# one message when a rank dies or hangs.  test_many_gpus.sh ITHACA WORK_DIR [MODEL SIZES].  Skips (77) where a GPU or
-# mpirun is missing.
+# one message when a rank dies or hangs.  test_many_gpus.sh ITHACA WORK_DIR [MODEL SIZES].  Skips (77) where there is no
+# GPU; without mpirun ranks meet over TCP.
 . "$(dirname "$0")/../dist/whole_runs.sh"
 sizes=${3:-tiny tiny-moe tiny-llada2}
-need_mpirun
 "$ithaca" env 2>/dev/null | grep -q '^ *cuda:0:' || { echo "a GPU is not here"; exit 77; }
 shared=false
 "$ithaca" env 2>/dev/null | grep -q '^ *cuda:1:' || shared=true
