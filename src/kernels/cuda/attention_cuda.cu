@@ -3,8 +3,9 @@
  * bf16 goes to our specialised warps or, in forward where cuDNN is faster, there: documents of one
  * length as a batch, others packed, with offsets made on the device from cu_seqlens. What neither
  * takes (f32, odd strides) goes to the plain kernels. Invariants: 1. lse is [T,Hq] on every way, so
- * forward and backward may take different ones. 2. Workspace is an upper bound over all ways, for the plan is made before documents are known;
- * more documents than PLANNED_DOCS and than the plan's batch had are an error of the plan. */
+ * forward and backward may take different ones. 2. Workspace is an upper bound over all ways, for
+ * the plan is made before documents are known; more documents than PLANNED_DOCS and than the plan's
+ * batch had are an error of the plan. */
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/sdpa_graph.h"
 
@@ -60,8 +61,7 @@ static bool is_stream(const ith_tensor *t, int count)
 
 static bool is_library(const ith_tensor *t, int count, ith_seqs seqs)
 {
-    return !seqs.window && t[0].shape[0] == t[1].shape[0] && !ith_seqs_have_blocks(seqs) &&
-           all_fit(fits_cudnn, t, count);
+    return !seqs.window && !ith_seqs_have_blocks(seqs) && all_fit(fits_cudnn, t, count);
 }
 
 static way forward_way(ith_tensor o, ith_tensor q, ith_tensor k, ith_tensor v, ith_seqs seqs)

@@ -14,8 +14,8 @@ struct attn_mask {
     const int32_t *cu, *noisy, *position; /* noisy, position: NULL without noisy rows */
     int64_t num_docs;
     attn_rows q, k;
-    int32_t block;          /* >= 1 */
-    bool causal, rectangle; /* rectangle: every query sees every key */
+    int32_t block; /* >= 1 */
+    bool causal;
 };
 
 static inline attn_mask mask_of(ith_seqs seqs, int64_t queries, int64_t keys, bool causal)
@@ -29,7 +29,6 @@ static inline attn_mask mask_of(ith_seqs seqs, int64_t queries, int64_t keys, bo
     m.k = {seqs.window ? seqs.k_first : 0, keys};
     m.block = (int32_t)ith_max_i64(seqs.block, 1);
     m.causal = causal;
-    m.rectangle = !seqs.window && queries != keys;
     return m;
 }
 
@@ -92,10 +91,6 @@ __device__ __forceinline__ stretches stretches_of(const attn_mask &m, int64_t t,
     stretches r = {{0, 0}, {0, 0}};
     if (t >= own.count)
         return r;
-    if (m.rectangle) {
-        r.hi[1] = (int32_t)other.count;
-        return r;
-    }
     r = stretches_in_batch(m, own.first + t, of_key);
     for (int part = 0; part < 2; part++) {
         r.lo[part] = max(r.lo[part] - (int32_t)other.first, 0);

@@ -110,7 +110,7 @@ int64_t ith_grouped_workspace_bytes(int64_t rows, int64_t num_groups);
 ith_status ith_grouped_run(ith_ctx *ctx, const ith_grouped *p);
 
 /* Plain attention: any head size up to 512, any stride, f32 or bf16; deterministic. Like the other
- * it knows windows, rectangles and, beside bf16 inputs, f32 results (ops.h). */
+ * it knows windows and, beside bf16 inputs, f32 results (ops.h). */
 ith_status ith_attention_plain_forward(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
                                        ith_tensor k, ith_tensor v, ith_seqs seqs, float scale,
                                        bool causal);
