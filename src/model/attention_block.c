@@ -4,28 +4,6 @@
 
 typedef ith_tensor T;
 
-static ith_status push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
-                       int64_t rows, int64_t cols, T *out)
-{
-    return ith_ctx_push(ctx, c, name, dtype, 2, rows, cols, 1, 1, out);
-}
-
-static ith_status push_heads(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
-                             int64_t rows, int64_t heads, int64_t dim, T *out)
-{
-    return ith_ctx_push(ctx, c, name, dtype, 3, rows, heads, dim, 1, out);
-}
-
-static int64_t qkv_width(const ith_hf_config *c)
-{
-    return (c->num_attention_heads + 2 * c->num_key_value_heads) * c->head_dim;
-}
-
-static float scale_of(const ith_hf_config *c)
-{
-    return (float)(1.0 / __builtin_sqrt((double)c->head_dim));
-}
-
 ith_qkv ith_block_split_qkv(const ith_hf_config *c, T qkv)
 {
     int64_t q = c->num_attention_heads * c->head_dim, kv = c->num_key_value_heads * c->head_dim;
@@ -40,10 +18,10 @@ ith_status ith_block_push_qk(ith_model *m, ith_ctx *ctx, ith_mem_class where, in
 {
     const ith_hf_config *c = m->config;
     int64_t hq = c->num_attention_heads, hkv = c->num_key_value_heads;
-    ITH_TRY(push_heads(ctx, where, "q after norm and RoPE", m->dtype, t, hq, c->head_dim, q));
-    ITH_TRY(push_heads(ctx, where, "k after norm and RoPE", m->dtype, t, hkv, c->head_dim, k));
-    ITH_TRY(push(ctx, where, "norm statistics", ITH_F32, t, hq, q_rstd));
-    return push(ctx, where, "norm statistics", ITH_F32, t, hkv, k_rstd);
+    ITH_TRY(ith_push_heads(ctx, where, "q after norm and RoPE", m->dtype, t, hq, c->head_dim, q));
+    ITH_TRY(ith_push_heads(ctx, where, "k after norm and RoPE", m->dtype, t, hkv, c->head_dim, k));
+    ITH_TRY(ith_push(ctx, where, "norm statistics", ITH_F32, t, hq, q_rstd));
+    return ith_push(ctx, where, "norm statistics", ITH_F32, t, hkv, k_rstd);
 }
 
 ith_status ith_block_push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
@@ -53,8 +31,9 @@ ith_status ith_block_push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_clas
     int64_t heads =
         ith_ulysses_own_share(m->mesh, c->num_attention_heads, c->num_key_value_heads).q_count;
     int64_t rows = ith_ring_own_rows(m->mesh, ctx, n);
-    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, rows, heads, c->head_dim, &a->o));
-    return push(ctx, where, "attention lse", ITH_F32, rows, heads, &a->lse);
+    ITH_TRY(
+        ith_push_heads(ctx, where, "attention output", m->dtype, rows, heads, c->head_dim, &a->o));
+    return ith_push(ctx, where, "attention lse", ITH_F32, rows, heads, &a->lse);
 }
 
 /* n1 and qkv. */
@@ -70,7 +49,8 @@ static ith_status make_qkv(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64
     in->n1 = a->n1;
     in->rstd1 = a->rstd1;
     if (!kept) {
-        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &in->n1));
+        ITH_TRY(
+            ith_push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &in->n1));
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, t, 1, 1, 1,
                              &in->rstd1));
     }
@@ -80,7 +60,7 @@ static ith_status make_qkv(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64
     else if (!kept)
         ITH_TRY(ith_rmsnorm_forward(ctx, in->n1, none, in->rstd1, a->x, none, w, eps, 0.0f));
     if (!kept_qkv)
-        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
+        ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "qkv", m->dtype, t, ith_qkv_width(c), &a->qkv));
     if (kept_qkv && !forward)
         return ITH_OK;
     return ith_linear_forward(ctx, a->qkv, in->n1, ith_layer_param(m, l, ITH_P_QKV)->w, false);
@@ -117,7 +97,8 @@ ith_status ith_block_attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int6
     if (!a->o.ndim)
         ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
     return ith_ring_attention_forward(m->mesh, ctx, b->group_tokens, a->o, a->lse, in->heads,
-                                      b->seqs, scale_of(m->config), !b->bidirectional);
+                                      b->seqs, ith_score_scale(m->config->head_dim),
+                                      !b->bidirectional);
 }
 
 ith_status ith_block_output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
@@ -151,14 +132,15 @@ ith_status ith_block_attention_backward(ith_model *m, ith_ctx *ctx, const ith_ba
                     *norm = ith_layer_param(m, l, ITH_P_INPUT_NORM);
     T do_heads, dqkv;
     ith_qkv dheads;
-    ITH_TRY(
-        push(ctx, ITH_MEM_WORKSPACE, "qkv gradient", m->dtype, b->num_tokens, qkv_width(c), &dqkv));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "qkv gradient", m->dtype, b->num_tokens,
+                     ith_qkv_width(c), &dqkv));
     ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->num_key_value_heads,
                                            do_, &do_heads));
     ith_qkv s = ith_block_split_qkv(c, a->qkv), ds = ith_block_split_qkv(c, dqkv);
     ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, ds, &dheads));
     ITH_TRY(ith_ring_attention_backward(m->mesh, ctx, b->group_tokens, dheads, do_heads, in->heads,
-                                        a->o, a->lse, b->seqs, scale_of(c), !b->bidirectional));
+                                        a->o, a->lse, b->seqs, ith_score_scale(c->head_dim),
+                                        !b->bidirectional));
     ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, ds, dheads));
     ITH_TRY(ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, ds.q, ds.k, s.q, s.k,
                                       in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos,

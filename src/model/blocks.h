@@ -7,6 +7,51 @@
 
 #include "model/model.h"
 
+/* ---- short forms of what every walk writes ---- */
+
+/* [rows, cols], [rows, heads, dim] and [rows] on a class of memory. */
+static inline ith_status ith_push(ith_ctx *ctx, ith_mem_class where, const char *name,
+                                  ith_dtype dtype, int64_t rows, int64_t cols, ith_tensor *out)
+{
+    return ith_ctx_push(ctx, where, name, dtype, 2, rows, cols, 1, 1, out);
+}
+
+static inline ith_status ith_push_heads(ith_ctx *ctx, ith_mem_class where, const char *name,
+                                        ith_dtype dtype, int64_t rows, int64_t heads, int64_t dim,
+                                        ith_tensor *out)
+{
+    return ith_ctx_push(ctx, where, name, dtype, 3, rows, heads, dim, 1, out);
+}
+
+static inline ith_status ith_push_rows(ith_ctx *ctx, ith_mem_class where, const char *name,
+                                       ith_dtype dtype, int64_t rows, ith_tensor *out)
+{
+    return ith_ctx_push(ctx, where, name, dtype, 1, rows, 1, 1, 1, out);
+}
+
+/* Contiguous [T,H,Dh] as [T, H Dh]. */
+static inline ith_tensor ith_heads_2d(ith_tensor t)
+{
+    ITH_ASSERT(ith_is_contiguous(t));
+    return ith_tensor_2d(t.data, t.dtype, t.shape[0], t.shape[1] * t.shape[2]);
+}
+
+/* Of scores: 1 / sqrt(dim). */
+static inline float ith_score_scale(int64_t dim)
+{
+    return (float)(1.0 / __builtin_sqrt((double)dim));
+}
+
+static inline int64_t ith_qkv_width(const ith_hf_config *c)
+{
+    return (c->num_attention_heads + 2 * c->num_key_value_heads) * c->head_dim;
+}
+
+/* ---- parts of a layer ---- */
+
+/* Parameters of a layer whose experts are separate matrices in the file, gate_up and down. */
+ith_status ith_block_declare_experts(ith_model *m, int64_t l, ith_error *err);
+
 /* The stream (m->residual, m->delta) = (embeddings, 0), and the vectors of the balancing loss. */
 ith_status ith_block_open(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training);
 /* The balance is that of all tokens of the group: after the last layer. */

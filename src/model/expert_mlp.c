@@ -1,8 +1,9 @@
 /* expert_mlp.c - the experts' MLPs behind any router: rows of tokens, sorted by expert, through
- * gate_up, SwiGLU and down, here or on the ranks that have the experts (parallel/expert_exchange.h).
- * Invariants: 1. a->expert_out always lies with the tokens, so routing weights never travel. 2.
- * With expert parallelism gate_up is never kept: its rows are other ranks', and how many is not
- * known before the run; backward makes it again where the experts are. */
+ * gate_up, SwiGLU and down, here or on the ranks that have the experts
+ * (parallel/expert_exchange.h). Invariants: 1. a->expert_out always lies with the tokens, so
+ * routing weights never travel. 2. With expert parallelism gate_up is never kept: its rows are
+ * other ranks', and how many is not known before the run; backward makes it again where the experts
+ * are. */
 #include "model/blocks.h"
 #include "parallel/expert_exchange.h"
 
@@ -82,6 +83,30 @@ static ith_status round_backward(void *arg, ith_ctx *ctx, const ith_expert_round
         ith_grouped_linear_forward(ctx, gate_up, r->in[0], weight(j, ITH_P_GATE_UP), r->offsets));
     ITH_TRY(mlp_backward(j, ctx, r->out, r->in[1], gate_up, r->in[0], r->offsets));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+ith_status ith_block_declare_experts(ith_model *m, int64_t l, ith_error *err)
+{
+    const ith_hf_config *c = m->config;
+    int64_t d = c->hidden_size, e = c->num_experts, im = c->moe_intermediate_size;
+    int32_t *p = m->layer_param + l * ITH_LAYER_PARAMS;
+    long long n = (long long)l;
+    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.experts.gate_up", n), 3, e,
+                                2 * im, d, &p[ITH_P_GATE_UP], err));
+    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.experts.down", n), 3, e, d, im,
+                                &p[ITH_P_DOWN], err));
+    for (int64_t i = 0; i < e; i++) {
+        static const char *const names[] = {"gate_proj", "up_proj", "down_proj"};
+        for (int k = 0; k < 3; k++) {
+            const char *hf = ith_model_text(m, "model.layers.%lld.mlp.experts.%lld.%s.weight", n,
+                                            (long long)i, names[k]);
+            bool down = k == 2;
+            ITH_TRY(ith_model_add_piece(m, hf, p[down ? ITH_P_DOWN : ITH_P_GATE_UP],
+                                        down ? i * d * im : (2 * i + k) * im * d, 2, down ? d : im,
+                                        down ? im : d, 1, false, err));
+        }
+    }
     return ITH_OK;
 }
 

@@ -39,11 +39,6 @@ static int64_t kv_width(const ith_hf_config *c)
     return c->num_key_value_heads * c->head_dim;
 }
 
-static int64_t qkv_width(const ith_hf_config *c)
-{
-    return q_width(c) + 2 * kv_width(c);
-}
-
 static int64_t shared_width(const ith_hf_config *c)
 {
     return c->moe_intermediate_size * c->num_shared_experts;
@@ -86,27 +81,13 @@ static ith_status declare_mlp(ith_model *m, int64_t l, const char *ours, const c
 static ith_status declare_experts(ith_model *m, int64_t l, ith_error *err)
 {
     const ith_hf_config *c = m->config;
-    int64_t d = c->hidden_size, e = c->num_experts, im = c->moe_intermediate_size;
+    int64_t d = c->hidden_size, e = c->num_experts;
     int32_t *p = m->layer_param + l * ITH_LAYER_PARAMS;
     long long n = (long long)l;
     ITH_TRY(declare_one(m, l, "router", "mlp.gate", 2, e, d, ITH_P_ROUTER, err));
     ITH_TRY(ith_model_add_buffer(m, ith_model_text(m, "model.layers.%lld.mlp.gate.expert_bias", n),
                                  e, !c->has_expert_bias, &p[ITH_P_ROUTER_BIAS], err));
-    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.experts.gate_up", n), 3, e,
-                                2 * im, d, &p[ITH_P_GATE_UP], err));
-    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.experts.down", n), 3, e, d, im,
-                                &p[ITH_P_DOWN], err));
-    for (int64_t i = 0; i < e; i++) {
-        static const char *const names[] = {"gate_proj", "up_proj", "down_proj"};
-        for (int k = 0; k < 3; k++) {
-            const char *hf = ith_model_text(m, "model.layers.%lld.mlp.experts.%lld.%s.weight", n,
-                                            (long long)i, names[k]);
-            bool down = k == 2;
-            ITH_TRY(ith_model_add_piece(m, hf, p[down ? ITH_P_DOWN : ITH_P_GATE_UP],
-                                        down ? i * d * im : (2 * i + k) * im * d, 2, down ? d : im,
-                                        down ? im : d, 1, false, err));
-        }
-    }
+    ITH_TRY(ith_block_declare_experts(m, l, err));
     if (c->num_shared_experts)
         return declare_mlp(m, l, "shared.", "mlp.shared_experts", shared_width(c),
                            ITH_P_SHARED_GATE_UP, ITH_P_SHARED_DOWN, err);
@@ -118,8 +99,8 @@ static ith_status declare_layer(ith_model *m, int64_t l, ith_error *err)
     const ith_hf_config *c = m->config;
     int64_t d = c->hidden_size, dh = c->head_dim;
     ITH_TRY(declare_one(m, l, "input_norm", "input_layernorm", 1, d, 1, ITH_P_INPUT_NORM, err));
-    ITH_TRY(
-        declare_one(m, l, "qkv", "attention.query_key_value", 2, qkv_width(c), d, ITH_P_QKV, err));
+    ITH_TRY(declare_one(m, l, "qkv", "attention.query_key_value", 2, ith_qkv_width(c), d, ITH_P_QKV,
+                        err));
     ITH_TRY(declare_one(m, l, "q_norm", "attention.query_layernorm", 1, dh, 1, ITH_P_Q_NORM, err));
     ITH_TRY(declare_one(m, l, "k_norm", "attention.key_layernorm", 1, dh, 1, ITH_P_K_NORM, err));
     ITH_TRY(declare_one(m, l, "o", "attention.dense", 2, d, q_width(c), ITH_P_O, err));
@@ -149,30 +130,6 @@ static ith_status llada2_declare(ith_model *m, ith_error *err)
 }
 
 /* ---- what the walks share ---- */
-
-static ith_status push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
-                       int64_t rows, int64_t cols, T *out)
-{
-    return ith_ctx_push(ctx, c, name, dtype, 2, rows, cols, 1, 1, out);
-}
-
-static ith_status push_heads(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
-                             int64_t rows, int64_t heads, int64_t dim, T *out)
-{
-    return ith_ctx_push(ctx, c, name, dtype, 3, rows, heads, dim, 1, out);
-}
-
-static ith_status push_rows(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
-                            int64_t n, T *out)
-{
-    return ith_ctx_push(ctx, c, name, dtype, 1, n, 1, 1, 1, out);
-}
-
-static T heads_2d(T t)
-{
-    ITH_ASSERT(ith_is_contiguous(t));
-    return ith_tensor_2d(t.data, t.dtype, t.shape[0], t.shape[1] * t.shape[2]);
-}
 
 /* Rows that layer l computes behind its attention: of the last one the labelled ones when the batch
  * names them; else absent: all. */
@@ -207,11 +164,6 @@ static T grad(const ith_model *m, int64_t l, int which)
     return ith_layer_param(m, l, which)->grad;
 }
 
-static float scale_of(const ith_hf_config *c)
-{
-    return (float)(1.0 / __builtin_sqrt((double)c->head_dim));
-}
-
 /* ---- MLPs ---- */
 
 /* Saved or made-again tensors of an expert layer on class `where`. */
@@ -220,16 +172,16 @@ static ith_status push_experts(ith_model *m, ith_ctx *ctx, ith_mem_class where, 
 {
     const ith_hf_config *c = m->config;
     int64_t e = c->num_experts, k = c->num_experts_per_tok, s = t * k;
-    ITH_TRY(push(ctx, where, "router", ITH_F32, t, e, &a->probs));
-    ITH_TRY(push(ctx, where, "router", ITH_F32, t, k, &a->topk_w));
-    ITH_TRY(push(ctx, where, "router", ITH_I32, t, k, &a->topk_idx));
-    ITH_TRY(push_rows(ctx, where, "router", ITH_I32, e + 1, &a->offsets));
-    ITH_TRY(push_rows(ctx, where, "router", ITH_I32, s, &a->source));
-    ITH_TRY(push(ctx, where, "router", ITH_I32, t, k, &a->row_of));
+    ITH_TRY(ith_push(ctx, where, "router", ITH_F32, t, e, &a->probs));
+    ITH_TRY(ith_push(ctx, where, "router", ITH_F32, t, k, &a->topk_w));
+    ITH_TRY(ith_push(ctx, where, "router", ITH_I32, t, k, &a->topk_idx));
+    ITH_TRY(ith_push_rows(ctx, where, "router", ITH_I32, e + 1, &a->offsets));
+    ITH_TRY(ith_push_rows(ctx, where, "router", ITH_I32, s, &a->source));
+    ITH_TRY(ith_push(ctx, where, "router", ITH_I32, t, k, &a->row_of));
     ITH_TRY(ith_block_push_expert_rows(m, ctx, where, a, s));
     if (c->num_shared_experts)
-        ITH_TRY(push(ctx, where, "shared expert gate and up", m->dtype, t, 2 * shared_width(c),
-                     &a->shared_gate_up));
+        ITH_TRY(ith_push(ctx, where, "shared expert gate and up", m->dtype, t, 2 * shared_width(c),
+                         &a->shared_gate_up));
     return ITH_OK;
 }
 
@@ -240,7 +192,7 @@ static ith_status experts_forward(ith_model *m, ith_ctx *ctx, int64_t l, T n2)
     ith_layer_acts *a = &m->acts[l];
     int64_t t = n2.shape[0], mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T logits;
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts, &logits));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts, &logits));
     ITH_TRY(ith_linear_forward(ctx, logits, n2, weight(m, l, ITH_P_ROUTER), false));
     ITH_TRY(ith_group_router_forward(ctx, a->topk_w, a->topk_idx, a->probs, logits,
                                      ith_layer_buffer(m, l, ITH_P_ROUTER_BIAS), c->n_group,
@@ -259,8 +211,8 @@ static ith_status mlp_out(ith_model *m, ith_ctx *ctx, T y, T gate_up, T down)
 {
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T h;
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, gate_up.shape[0],
-                 gate_up.shape[1] / 2, &h));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, gate_up.shape[0],
+                     gate_up.shape[1] / 2, &h));
     ITH_TRY(ith_swiglu_forward(ctx, h, gate_up));
     ITH_TRY(ith_linear_forward(ctx, y, h, down, false));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
@@ -274,8 +226,8 @@ static ith_status mlp_in_gradient(ith_model *m, ith_ctx *ctx, T dn2, bool add, T
     int64_t t = dy.shape[0], width = gate_up.shape[1] / 2,
             mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T dh, h;
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden gradient", m->dtype, t, width, &dh));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, t, width, &h));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "mlp hidden gradient", m->dtype, t, width, &dh));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, t, width, &h));
     ITH_TRY(ith_linear_backward_input(ctx, dh, dy, down->w, false));
     ITH_TRY(ith_swiglu_backward(ctx, gate_up, h, dh, gate_up));
     ITH_TRY(ith_linear_backward_weight(ctx, down->grad, dy, h));
@@ -292,10 +244,10 @@ static ith_status experts_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dn2,
     ith_layer_acts *a = &m->acts[l];
     int64_t t = dy.shape[0], mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T dtopk, dlogits, dout = a->expert_out; /* in place */
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts_per_tok, &dtopk));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts_per_tok, &dtopk));
     ITH_TRY(ith_expert_combine_backward(ctx, dout, dtopk, dy, a->expert_out, a->topk_w, a->row_of));
     ITH_TRY(ith_block_expert_mlp_backward(m, ctx, l, dn2, n2));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
     ITH_TRY(ith_group_router_backward(ctx, dlogits, dtopk, a->topk_idx, a->probs,
                                       (float)c->routed_scaling_factor));
     ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_ROUTER), dlogits, n2));
@@ -326,17 +278,19 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     if (training && keep == ITH_KEEP_HOST) {
         ITH_TRY(ith_offload_stage(m, ctx, l));
     } else if (training)
-        ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
+        ITH_TRY(
+            ith_push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
     if (keep <= ITH_KEEP_ATTENTION)
         ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, b->group_tokens));
     if (keep != ITH_KEEP_ALL)
         return ITH_OK;
-    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
-    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "middle residual", m->dtype, n, c->hidden_size, &a->x2));
+    ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, ith_qkv_width(c), &a->qkv));
+    ITH_TRY(
+        ith_push(ctx, ITH_MEM_ACTIVATIONS, "middle residual", m->dtype, n, c->hidden_size, &a->x2));
     if (c->layer_is_moe[l])
         return push_experts(m, ctx, ITH_MEM_ACTIVATIONS, a, n);
-    return push(ctx, ITH_MEM_ACTIVATIONS, "gate and up", m->dtype, n, 2 * c->intermediate_size,
-                &a->gate_up);
+    return ith_push(ctx, ITH_MEM_ACTIVATIONS, "gate and up", m->dtype, n, 2 * c->intermediate_size,
+                    &a->gate_up);
 }
 
 /* Drops the views whose memory went with the workspace of the layer. */
@@ -361,20 +315,20 @@ static ith_status after_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b
     ith_layer_acts *a = &m->acts[l];
     int64_t t = num_behind(m, b, l);
     T x, o_out, n2, rstd2, rows = rows_behind(m, b, l);
-    ITH_TRY(take_rows(ctx, heads_2d(o), rows, &o));
+    ITH_TRY(take_rows(ctx, ith_heads_2d(o), rows, &o));
     ITH_TRY(take_rows(ctx, a->x, rows, &x));
     m->delta = ith_row_range(m->delta, 0, t);
-    ITH_TRY(
-        push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size,
+                     &o_out));
     ITH_TRY(ith_linear_forward(ctx, o_out, o, weight(m, l, ITH_P_O), false));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &n2));
-    ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &n2));
+    ITH_TRY(ith_push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
     ITH_TRY(ith_rmsnorm_forward(ctx, n2, a->x2, rstd2, o_out, x, weight(m, l, ITH_P_POST_NORM),
                                 (float)c->rms_norm_eps, 0.0f));
     if (!c->layer_is_moe[l]) {
         if (!a->gate_up.ndim)
-            ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, t,
-                         2 * c->intermediate_size, &a->gate_up));
+            ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, t,
+                             2 * c->intermediate_size, &a->gate_up));
         ITH_TRY(ith_linear_forward(ctx, a->gate_up, n2, weight(m, l, ITH_P_GATE_UP), false));
         return mlp_out(m, ctx, m->delta, a->gate_up, weight(m, l, ITH_P_DOWN));
     }
@@ -410,8 +364,8 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
 static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
 {
     int64_t t = b->num_tokens, d = m->config->hidden_size;
-    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
-    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
+    ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
+    ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
     m->residual = m->stream;
     ITH_TRY(ith_offload_open(m, ctx, t, training));
     m->expert_fraction = m->expert_mean_prob = ith_tensor_none(); /* no balancing loss */
@@ -444,13 +398,14 @@ static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *
     ITH_TRY(ith_block_output_again(m, ctx, b, l, in));
     T o, x, o_out, rstd2, rows = rows_behind(m, b, l);
     int64_t t = num_behind(m, b, l);
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    ITH_TRY(take_rows(ctx, heads_2d(in->o), rows, &o));
-    ITH_TRY(take_rows(ctx, a->x, rows, &x));
     ITH_TRY(
-        push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
-    ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
+        ith_push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    ITH_TRY(take_rows(ctx, ith_heads_2d(in->o), rows, &o));
+    ITH_TRY(take_rows(ctx, a->x, rows, &x));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size,
+                     &o_out));
+    ITH_TRY(ith_push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
     ITH_TRY(ith_linear_forward(ctx, o_out, o, weight(m, l, ITH_P_O), false));
     ITH_TRY(ith_rmsnorm_forward(ctx, ith_tensor_none(), a->x2, rstd2, o_out, x,
                                 weight(m, l, ITH_P_POST_NORM), (float)c->rms_norm_eps, 0.0f));
@@ -465,10 +420,10 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dx)
     ith_layer_acts *a = &m->acts[l];
     int64_t t = dx.shape[0], mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T n2, rstd2, dn2, none = ith_tensor_none(), norm = weight(m, l, ITH_P_POST_NORM);
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &n2));
-    ITH_TRY(push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
-    ITH_TRY(
-        push(ctx, ITH_MEM_WORKSPACE, "norm output gradient", m->dtype, t, c->hidden_size, &dn2));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "norm output", m->dtype, t, c->hidden_size, &n2));
+    ITH_TRY(ith_push_rows(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, t, &rstd2));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "norm output gradient", m->dtype, t, c->hidden_size,
+                     &dn2));
     ITH_TRY(
         ith_rmsnorm_forward(ctx, n2, none, rstd2, a->x2, none, norm, (float)c->rms_norm_eps, 0.0f));
     if (c->layer_is_moe[l]) {
@@ -480,8 +435,8 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dx)
     } else {
         T gate_up = a->gate_up;
         if (!gate_up.ndim) {
-            ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, t,
-                         2 * c->intermediate_size, &gate_up));
+            ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, t,
+                             2 * c->intermediate_size, &gate_up));
             ITH_TRY(ith_linear_forward(ctx, gate_up, n2, weight(m, l, ITH_P_GATE_UP), false));
         }
         ITH_TRY(mlp_in_gradient(m, ctx, dn2, false, dx, gate_up, n2,
@@ -503,8 +458,8 @@ static ith_status output_gradient(ith_model *m, ith_ctx *ctx, const ith_batch *b
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ITH_TRY(take_rows(ctx, o, rows, &o));
     if (rows.ndim)
-        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "labelled rows", m->dtype, dx2.shape[0], do_.shape[1],
-                     &part));
+        ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "labelled rows", m->dtype, dx2.shape[0],
+                         do_.shape[1], &part));
     ITH_TRY(ith_linear_backward_input(ctx, part, dx2, weight(m, l, ITH_P_O), false));
     ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_O), dx2, o));
     if (rows.ndim) {
@@ -524,9 +479,9 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
     if (!in->n1.ndim)
         ITH_TRY(ith_block_attention_in(m, ctx, b, l, false, in));
     ITH_TRY(ith_block_output_again(m, ctx, b, l, in));
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype, b->num_tokens,
-                       c->num_attention_heads, c->head_dim, &do_));
-    ITH_TRY(output_gradient(m, ctx, b, l, heads_2d(do_), dx2, heads_2d(in->o)));
+    ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype,
+                           b->num_tokens, c->num_attention_heads, c->head_dim, &do_));
+    ITH_TRY(output_gradient(m, ctx, b, l, ith_heads_2d(do_), dx2, ith_heads_2d(in->o)));
     return ith_block_attention_backward(m, ctx, b, l, in, do_, dx);
 }
 
@@ -597,7 +552,7 @@ static ith_status attention_decode(ith_model *m, ith_ctx *ctx, int64_t l, const 
         ITH_TRY(ith_attention_decode(
             ctx, ith_row_range(part.o, r0, r1), lse, ith_row_range(in->q, r0, r1),
             cache_for_queries(k, cache, s, n), cache_for_queries(v, cache, s, n),
-            ith_row_range(cache->lengths, r0, r1), scale_of(m->config)));
+            ith_row_range(cache->lengths, r0, r1), ith_score_scale(m->config->head_dim)));
     }
     return ith_cache_parts_close(cache->mesh, ctx, o, &part);
 }
@@ -613,8 +568,9 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
-    ITH_TRY(ith_scatter_rows(ctx, heads_2d(k), heads_2d(in.k), rows));
-    ITH_TRY(ith_scatter_rows(ctx, heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
+    ITH_TRY(ith_scatter_rows(ctx, ith_heads_2d(k), ith_heads_2d(in.k), rows));
+    ITH_TRY(
+        ith_scatter_rows(ctx, ith_heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
     ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
     ITH_TRY(prefill ? ith_block_attend(m, ctx, b, l, &in)
                     : attention_decode(m, ctx, l, cache, k, v, &in));

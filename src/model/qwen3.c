@@ -14,11 +14,6 @@
 
 typedef ith_tensor T;
 
-static int64_t qkv_width(const ith_hf_config *c)
-{
-    return (c->num_attention_heads + 2 * c->num_key_value_heads) * c->head_dim;
-}
-
 /* ---- parameters
  * ------------------------------------------------------------------------------------- */
 
@@ -51,28 +46,13 @@ static ith_status declare_stack(ith_model *m, const char *ours, const char *pref
 static ith_status declare_experts(ith_model *m, int64_t l, int32_t *p, ith_error *err)
 {
     const ith_hf_config *c = m->config;
-    int64_t d = c->hidden_size, e = c->num_experts, im = c->moe_intermediate_size;
+    int64_t d = c->hidden_size, e = c->num_experts;
     long long n = (long long)l;
     ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.router", n), 2, e, d, 1,
                                 &p[ITH_P_ROUTER], err));
     ITH_TRY(ith_model_add_piece(m, ith_model_text(m, "model.layers.%lld.mlp.gate.weight", n),
                                 p[ITH_P_ROUTER], 0, 2, e, d, 1, false, err));
-    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.experts.gate_up", n), 3, e,
-                                2 * im, d, &p[ITH_P_GATE_UP], err));
-    ITH_TRY(ith_model_add_param(m, ith_model_text(m, "layers.%lld.experts.down", n), 3, e, d, im,
-                                &p[ITH_P_DOWN], err));
-    for (int64_t i = 0; i < e; i++) {
-        static const char *const names[] = {"gate_proj", "up_proj", "down_proj"};
-        for (int k = 0; k < 3; k++) {
-            const char *hf = ith_model_text(m, "model.layers.%lld.mlp.experts.%lld.%s.weight", n,
-                                            (long long)i, names[k]);
-            bool down = k == 2;
-            ITH_TRY(ith_model_add_piece(m, hf, p[down ? ITH_P_DOWN : ITH_P_GATE_UP],
-                                        down ? i * d * im : (2 * i + k) * im * d, 2, down ? d : im,
-                                        down ? im : d, 1, false, err));
-        }
-    }
-    return ITH_OK;
+    return ith_block_declare_experts(m, l, err);
 }
 
 static ith_status declare_layer(ith_model *m, int64_t l, ith_error *err)
@@ -132,33 +112,10 @@ static ith_status qwen3_declare(ith_model *m, ith_error *err)
 /* ---- what both directions share
  * ------------------------------------------------------------------------ */
 
-static ith_status push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
-                       int64_t rows, int64_t cols, T *out)
-{
-    return ith_ctx_push(ctx, c, name, dtype, 2, rows, cols, 1, 1, out);
-}
-
-static ith_status push_heads(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype,
-                             int64_t rows, int64_t heads, int64_t dim, T *out)
-{
-    return ith_ctx_push(ctx, c, name, dtype, 3, rows, heads, dim, 1, out);
-}
-
-static T heads_2d(T t)
-{
-    ITH_ASSERT(ith_is_contiguous(t));
-    return ith_tensor_2d(t.data, t.dtype, t.shape[0], t.shape[1] * t.shape[2]);
-}
-
-static float scale_of(const ith_hf_config *c)
-{
-    return (float)(1.0 / __builtin_sqrt((double)c->head_dim));
-}
-
 static ith_status push_norm(ith_ctx *ctx, ith_mem_class where, ith_dtype dtype, int64_t t,
                             int64_t d, T *n, T *rstd)
 {
-    ITH_TRY(push(ctx, where, "norm output", dtype, t, d, n));
+    ITH_TRY(ith_push(ctx, where, "norm output", dtype, t, d, n));
     return ith_ctx_push(ctx, where, "norm statistics", ITH_F32, 1, t, 1, 1, 1, rstd);
 }
 
@@ -171,12 +128,12 @@ static ith_status push_experts(ith_model *m, ith_ctx *ctx, ith_mem_class where, 
 {
     const ith_hf_config *c = m->config;
     int64_t e = c->num_experts, k = c->num_experts_per_tok, s = t * k;
-    ITH_TRY(push(ctx, where, "router", ITH_F32, t, e, &a->probs));
-    ITH_TRY(push(ctx, where, "router", ITH_F32, t, k, &a->topk_w));
-    ITH_TRY(push(ctx, where, "router", ITH_I32, t, k, &a->topk_idx));
+    ITH_TRY(ith_push(ctx, where, "router", ITH_F32, t, e, &a->probs));
+    ITH_TRY(ith_push(ctx, where, "router", ITH_F32, t, k, &a->topk_w));
+    ITH_TRY(ith_push(ctx, where, "router", ITH_I32, t, k, &a->topk_idx));
     ITH_TRY(ith_ctx_push(ctx, where, "router", ITH_I32, 1, e + 1, 1, 1, 1, &a->offsets));
     ITH_TRY(ith_ctx_push(ctx, where, "router", ITH_I32, 1, s, 1, 1, 1, &a->source));
-    ITH_TRY(push(ctx, where, "router", ITH_I32, t, k, &a->row_of));
+    ITH_TRY(ith_push(ctx, where, "router", ITH_I32, t, k, &a->row_of));
     return ith_block_push_expert_rows(m, ctx, where, a, s);
 }
 
@@ -196,7 +153,7 @@ static ith_status experts_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b
     ith_layer_acts *a = &m->acts[l];
     int64_t t = n2.shape[0], mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T logits;
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &logits));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &logits));
     ITH_TRY(ith_linear_forward(ctx, logits, n2, ith_layer_param(m, l, ITH_P_ROUTER)->w, false));
     ITH_TRY(ith_router_forward(ctx, a->topk_w, a->topk_idx, a->probs, logits, c->norm_topk_prob));
     ITH_TRY(ith_expert_sort(ctx, a->offsets, a->source, a->row_of, a->topk_idx));
@@ -218,11 +175,11 @@ static ith_status experts_backward(ith_model *m, ith_ctx *ctx, const ith_batch *
     const ith_param *router = ith_layer_param(m, l, ITH_P_ROUTER);
     int64_t t = dy.shape[0], mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T dtopk, dlogits;
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts_per_tok, &dtopk));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "router", ITH_F32, t, c->num_experts_per_tok, &dtopk));
     T dout = a->expert_out; /* in place */
     ITH_TRY(ith_expert_combine_backward(ctx, dout, dtopk, dy, a->expert_out, a->topk_w, a->row_of));
     ITH_TRY(ith_block_expert_mlp_backward(m, ctx, l, dn2, n2));
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
     float aux_scale = m->aux_coef * b->share * (float)c->num_experts /
                       (float)(num_moe_layers(c) * ith_max_i64(b->group_tokens, 1));
     ITH_TRY(ith_router_backward(ctx, dlogits, dtopk, a->topk_w, a->topk_idx, a->probs,
@@ -284,12 +241,12 @@ static ith_status mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, in
                                        a->row_of));
         } else {
             if (!gate_up.ndim)
-                ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, r1 - r0,
-                             2 * c->intermediate_size, &gate_up));
+                ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, r1 - r0,
+                                 2 * c->intermediate_size, &gate_up));
             ITH_TRY(ith_linear_forward(ctx, gate_up, n2, ith_layer_param(m, l, ITH_P_GATE_UP)->w,
                                        false));
-            ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, r1 - r0,
-                         c->intermediate_size, &h));
+            ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, r1 - r0,
+                             c->intermediate_size, &h));
             ITH_TRY(ith_swiglu_forward(ctx, h, gate_up));
             ITH_TRY(ith_linear_forward(ctx, delta, h, ith_layer_param(m, l, ITH_P_DOWN)->w, false));
         }
@@ -315,19 +272,20 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     if (training && keep == ITH_KEEP_HOST) {
         ITH_TRY(ith_offload_stage(m, ctx, l));
     } else if (training) {
-        ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
+        ITH_TRY(
+            ith_push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
     }
     if (keep <= ITH_KEEP_ATTENTION)
         ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, b->group_tokens));
     if (keep == ITH_KEEP_ALL) {
-        ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, qkv_width(c), &a->qkv));
-        ITH_TRY(
-            push(ctx, ITH_MEM_ACTIVATIONS, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
+        ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, ith_qkv_width(c), &a->qkv));
+        ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "middle residual", m->dtype, t, c->hidden_size,
+                         &a->x2));
         if (c->layer_is_moe[l])
             ITH_TRY(push_experts(m, ctx, ITH_MEM_ACTIVATIONS, a, t));
         else
-            ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "gate and up", m->dtype, t,
-                         2 * c->intermediate_size, &a->gate_up));
+            ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "gate and up", m->dtype, t,
+                             2 * c->intermediate_size, &a->gate_up));
     }
     if (keep != ITH_KEEP_ALL || !m->keep_normed[l])
         return ITH_OK;
@@ -365,10 +323,10 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_block_attend(m, ctx, b, l, &in));
     ITH_TRY(ith_block_output_to_tokens(m, ctx, b, l, &in));
-    ITH_TRY(
-        push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
-    ITH_TRY(
-        ith_linear_forward(ctx, o_out, heads_2d(in.o), ith_layer_param(m, l, ITH_P_O)->w, false));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size,
+                     &o_out));
+    ITH_TRY(ith_linear_forward(ctx, o_out, ith_heads_2d(in.o), ith_layer_param(m, l, ITH_P_O)->w,
+                               false));
     ITH_TRY(mlp_forward(m, ctx, b, l, o_out));
     ITH_TRY(ith_offload_save(m, ctx, l));
     m->residual = a->x2;
@@ -381,8 +339,8 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
 static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
 {
     int64_t t = b->num_tokens, d = m->config->hidden_size;
-    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
-    ITH_TRY(push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
+    ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
+    ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
     m->residual = m->stream;
     ITH_TRY(ith_offload_open(m, ctx, t, training));
     ITH_TRY(ith_embedding_forward(ctx, m->stream, b->ids, m->params[m->embed].w));
@@ -431,14 +389,15 @@ static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *
         return ITH_OK;
     ITH_TRY(ith_block_output_again(m, ctx, b, l, in));
     T o_out, rstd2;
-    ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ITH_TRY(
-        push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
+        ith_push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size,
+                     &o_out));
     ITH_TRY(
         ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "norm statistics", ITH_F32, 1, t, 1, 1, 1, &rstd2));
-    ITH_TRY(
-        ith_linear_forward(ctx, o_out, heads_2d(in->o), ith_layer_param(m, l, ITH_P_O)->w, false));
+    ITH_TRY(ith_linear_forward(ctx, o_out, ith_heads_2d(in->o), ith_layer_param(m, l, ITH_P_O)->w,
+                               false));
     ITH_TRY(ith_rmsnorm_forward(ctx, ith_tensor_none(), a->x2, rstd2, o_out, a->x,
                                 ith_layer_param(m, l, ITH_P_POST_NORM)->w, (float)c->rms_norm_eps,
                                 0.0f));
@@ -465,8 +424,8 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
         if (!a->n2.ndim)
             ITH_TRY(ith_rmsnorm_forward(ctx, n2, none, rstd2, x2, none, norm->w,
                                         (float)c->rms_norm_eps, m->norm_offset));
-        ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "norm output gradient", m->dtype, n, c->hidden_size,
-                     &dn2));
+        ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "norm output gradient", m->dtype, n,
+                         c->hidden_size, &dn2));
         if (moe) {
             if (!a->gate_up.ndim) {
                 ITH_TRY(push_experts(m, ctx, ITH_MEM_WORKSPACE, a, t));
@@ -478,14 +437,14 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
             if (gate_up.ndim) {
                 gate_up = ith_row_range(gate_up, r0, r1);
             } else {
-                ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, n,
-                             2 * c->intermediate_size, &gate_up));
+                ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "gate and up", m->dtype, n,
+                                 2 * c->intermediate_size, &gate_up));
                 ITH_TRY(ith_linear_forward(ctx, gate_up, n2, up->w, false));
             }
-            ITH_TRY(push(ctx, ITH_MEM_WORKSPACE, "mlp hidden gradient", m->dtype, n,
-                         c->intermediate_size, &dh));
-            ITH_TRY(
-                push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, n, c->intermediate_size, &h));
+            ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "mlp hidden gradient", m->dtype, n,
+                             c->intermediate_size, &dh));
+            ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "mlp hidden", m->dtype, n,
+                             c->intermediate_size, &h));
             ITH_TRY(ith_linear_backward_input(ctx, dh, dy, down->w, false));
             ITH_TRY(ith_swiglu_backward(ctx, gate_up, h, dh,
                                         gate_up)); /* gate_up is its gradient now */
@@ -510,10 +469,10 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
     if (!in->n1.ndim)
         ITH_TRY(ith_block_attention_in(m, ctx, b, l, false, in));
     ITH_TRY(ith_block_output_again(m, ctx, b, l, in));
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype, b->num_tokens,
-                       c->num_attention_heads, c->head_dim, &do_));
-    ITH_TRY(ith_linear_backward_input(ctx, heads_2d(do_), dx, wo->w, false));
-    ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, heads_2d(in->o)));
+    ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype,
+                           b->num_tokens, c->num_attention_heads, c->head_dim, &do_));
+    ITH_TRY(ith_linear_backward_input(ctx, ith_heads_2d(do_), dx, wo->w, false));
+    ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, ith_heads_2d(in->o)));
     return ith_block_attention_backward(m, ctx, b, l, in, do_, dx);
 }
 
@@ -564,8 +523,8 @@ static ith_status attention_decode(ith_model *m, ith_ctx *ctx, int64_t l, const 
     T v4 = ith_tensor_4d(v.data, v.dtype, 4, cache->batch, cache->capacity, c->num_key_value_heads,
                          c->head_dim);
     ITH_TRY(ith_cache_parts_open(cache->mesh, ctx, a->o, &part));
-    ITH_TRY(
-        ith_attention_decode(ctx, part.o, part.lse, in->q, k4, v4, cache->lengths, scale_of(c)));
+    ITH_TRY(ith_attention_decode(ctx, part.o, part.lse, in->q, k4, v4, cache->lengths,
+                                 ith_score_scale(c->head_dim)));
     return ith_cache_parts_close(cache->mesh, ctx, a->o, &part);
 }
 
@@ -582,16 +541,17 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     int64_t q = c->num_attention_heads * c->head_dim;
-    ITH_TRY(ith_scatter_rows(ctx, heads_2d(k), heads_2d(in.k), rows));
-    ITH_TRY(ith_scatter_rows(ctx, heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
+    ITH_TRY(ith_scatter_rows(ctx, ith_heads_2d(k), ith_heads_2d(in.k), rows));
+    ITH_TRY(
+        ith_scatter_rows(ctx, ith_heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
     ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
     ITH_TRY(prefill ? ith_block_attend(m, ctx, b, l, &in)
                     : attention_decode(m, ctx, l, cache, k, v, &in));
     ITH_TRY(ith_block_output_to_tokens(m, ctx, b, l, &in));
-    ITH_TRY(
-        push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size, &o_out));
-    ITH_TRY(
-        ith_linear_forward(ctx, o_out, heads_2d(in.o), ith_layer_param(m, l, ITH_P_O)->w, false));
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size,
+                     &o_out));
+    ITH_TRY(ith_linear_forward(ctx, o_out, ith_heads_2d(in.o), ith_layer_param(m, l, ITH_P_O)->w,
+                               false));
     ITH_TRY(mlp_forward(m, ctx, b, l, o_out));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     forget_unsaved(m, l, false);

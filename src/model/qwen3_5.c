@@ -222,23 +222,6 @@ static ith_status push_rows(ith_ctx *ctx, const char *name, int64_t rows, T *out
     return ith_ctx_push(ctx, ITH_MEM_WORKSPACE, name, ITH_F32, 1, rows, 1, 1, 1, out);
 }
 
-static ith_status push_heads(ith_ctx *ctx, ith_mem_class where, const char *name, ith_dtype dtype,
-                             int64_t rows, int64_t heads, int64_t dim, T *out)
-{
-    return ith_ctx_push(ctx, where, name, dtype, 3, rows, heads, dim, 1, out);
-}
-
-static T heads_2d(T t)
-{
-    ITH_ASSERT(ith_is_contiguous(t));
-    return ith_tensor_2d(t.data, t.dtype, t.shape[0], t.shape[1] * t.shape[2]);
-}
-
-static float scale_of(int64_t dim)
-{
-    return (float)(1.0 / __builtin_sqrt((double)dim));
-}
-
 /* Elements [first, first + count) of a parameter or its gradient; absent of an absent one. */
 static T part_of(T t, int64_t first, int64_t count)
 {
@@ -420,10 +403,10 @@ static ith_status make_qk(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_
 {
     const ith_hf_config *c = m->config;
     int64_t t = b->num_tokens, hq = c->num_attention_heads, hkv = c->num_key_value_heads;
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "q after norm and RoPE", m->dtype, t, hq,
-                       c->head_dim, &in->q));
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "k after norm and RoPE", m->dtype, t, hkv,
-                       c->head_dim, &in->k));
+    ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "q after norm and RoPE", m->dtype, t, hq,
+                           c->head_dim, &in->q));
+    ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "k after norm and RoPE", m->dtype, t, hkv,
+                           c->head_dim, &in->k));
     ITH_TRY(push(ctx, "norm statistics", ITH_F32, t, hq, &in->q_rstd));
     ITH_TRY(push(ctx, "norm statistics", ITH_F32, t, hkv, &in->k_rstd));
     attention_views s = split_attention(c, m->acts[l].qkv);
@@ -488,12 +471,13 @@ static ith_status push_mixer_out(ith_model *m, ith_ctx *ctx, ith_mem_class where
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
     if (c->layer_is_linear[l])
-        return push_heads(ctx, where, "delta rule output", m->dtype, t, c->linear_num_value_heads,
-                          c->linear_value_head_dim, &a->o);
+        return ith_push_heads(ctx, where, "delta rule output", m->dtype, t,
+                              c->linear_num_value_heads, c->linear_value_head_dim, &a->o);
     int64_t heads =
         ith_ulysses_own_share(m->mesh, c->num_attention_heads, c->num_key_value_heads).q_count;
     int64_t rows = ith_ring_own_rows(m->mesh, ctx, n);
-    ITH_TRY(push_heads(ctx, where, "attention output", m->dtype, rows, heads, c->head_dim, &a->o));
+    ITH_TRY(
+        ith_push_heads(ctx, where, "attention output", m->dtype, rows, heads, c->head_dim, &a->o));
     return ith_ctx_push(ctx, where, "attention lse", ITH_F32, 2, rows, heads, 1, 1, &a->lse);
 }
 
@@ -503,7 +487,8 @@ static ith_delta_in delta_in(const ith_model *m, const mixer_in *in)
     ith_head_share share = delta_share(m);
     int64_t end = in->conv.shape[0], begin = end - in->g.shape[0];
     ith_qkv x = split_conv(m->config, &share, ith_row_range(in->conv, begin, end));
-    return (ith_delta_in){x.q, x.k, x.v, in->g, in->beta, scale_of(m->config->linear_key_head_dim)};
+    return (ith_delta_in){x.q,   x.k,      x.v,
+                          in->g, in->beta, ith_score_scale(m->config->linear_key_head_dim)};
 }
 
 /* What a linear layer that passes states keeps of them, whatever else it keeps. */
@@ -544,8 +529,8 @@ static ith_status run_delta(ith_model *m, ith_ctx *ctx, const ith_batch *b, int6
     T o = m->acts[l].o;
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     if (ith_cp_size(m->mesh) > 1)
-        ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "delta rule output of all tokens", m->dtype,
-                           x.v.shape[0], x.v.shape[1], c->linear_value_head_dim, &o));
+        ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "delta rule output of all tokens", m->dtype,
+                               x.v.shape[0], x.v.shape[1], c->linear_value_head_dim, &o));
     ITH_TRY(
         ith_gated_delta_rule_forward(ctx, o, x.q, x.k, x.v, x.g, x.beta, state, b->seqs, x.scale));
     ITH_TRY(ith_ulysses_to_tokens(linear_mesh(m), ctx, b->group_tokens, c->linear_num_value_heads,
@@ -563,7 +548,7 @@ static ith_status mix(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
     if (c->layer_is_linear[l])
         return run_delta(m, ctx, b, l, state, in);
     return ith_ring_attention_forward(m->mesh, ctx, b->group_tokens, a->o, a->lse, in->heads,
-                                      b->seqs, scale_of(c->head_dim), true);
+                                      b->seqs, ith_score_scale(c->head_dim), true);
 }
 
 /* in->o from a->o. */
@@ -584,8 +569,8 @@ static ith_status gate_out(ith_model *m, ith_ctx *ctx, int64_t l, T o, T *out)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "gated mixer output", m->dtype, o.shape[0],
-                       o.shape[1], o.shape[2], out));
+    ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "gated mixer output", m->dtype, o.shape[0],
+                           o.shape[1], o.shape[2], out));
     if (!c->layer_is_linear[l])
         return ith_sigmoid_gate_forward(ctx, *out, o, split_attention(c, a->qkv).gate);
     return ith_gated_rmsnorm_forward(ctx, *out, o, split_linear(c, a->qkv).z,
@@ -600,8 +585,8 @@ static ith_status project_out(ith_model *m, ith_ctx *ctx, int64_t l, T o, T *out
     ITH_TRY(push(ctx, "mixer output", m->dtype, o.shape[0], m->config->hidden_size, out));
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ITH_TRY(gate_out(m, ctx, l, o, &gated));
-    ITH_TRY(
-        ith_linear_forward(ctx, *out, heads_2d(gated), ith_layer_param(m, l, ITH_P_O)->w, false));
+    ITH_TRY(ith_linear_forward(ctx, *out, ith_heads_2d(gated), ith_layer_param(m, l, ITH_P_O)->w,
+                               false));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     return ITH_OK;
 }
@@ -848,14 +833,14 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
     ith_qkv dtokens = {ds.q, ds.k, ds.v}, dheads;
     T do_heads;
     if (ith_cp_size(m->mesh) > 1) /* packed: the gates lie between the heads of ds.q */
-        ITH_TRY(push_heads(ctx, ITH_MEM_WORKSPACE, "q gradient", m->dtype, ds.q.shape[0],
-                           ds.q.shape[1], c->head_dim, &dtokens.q));
+        ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "q gradient", m->dtype, ds.q.shape[0],
+                               ds.q.shape[1], c->head_dim, &dtokens.q));
     ITH_TRY(ith_sigmoid_gate_backward(ctx, do_, ds.gate, do_, in->o, s.gate));
     ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->num_key_value_heads,
                                            do_, &do_heads));
     ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, dtokens, &dheads));
     ITH_TRY(ith_ring_attention_backward(m->mesh, ctx, b->group_tokens, dheads, do_heads, in->heads,
-                                        a->o, a->lse, b->seqs, scale_of(c->head_dim), true));
+                                        a->o, a->lse, b->seqs, ith_score_scale(c->head_dim), true));
     ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, dtokens, dheads));
     return ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, dtokens.q, ds.k, s.q, s.k,
                                      in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos, m->rope_sin,
@@ -937,9 +922,9 @@ static ith_status mixer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     if (!in->o.ndim)
         ITH_TRY(output_to_tokens(m, ctx, b, l, in));
     ITH_TRY(gate_out(m, ctx, l, in->o, &gated));
-    ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, heads_2d(gated)));
+    ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, ith_heads_2d(gated)));
     do_ = gated; /* read for the last time */
-    ITH_TRY(ith_linear_backward_input(ctx, heads_2d(do_), dx, wo->w, false));
+    ITH_TRY(ith_linear_backward_input(ctx, ith_heads_2d(do_), dx, wo->w, false));
     ITH_TRY(push_projection(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens, &dproj));
     ITH_TRY(c->layer_is_linear[l] ? linear_backward(m, ctx, b, l, in, do_, dproj)
                                   : attention_backward(m, ctx, b, l, in, do_, dproj));
@@ -1009,7 +994,7 @@ static ith_status attention_decode(ith_model *m, ith_ctx *ctx, const ith_batch *
     ith_layer_acts *a = &m->acts[l];
     int64_t idx = index_of_kind(c, l), first_v = attention_width(c) - in->k.shape[1] * c->head_dim;
     T k = cache_layer(cache, cache->k, idx), v = cache_layer(cache, cache->v, idx);
-    ITH_TRY(ith_scatter_rows(ctx, cache_rows(k), heads_2d(in->k), rows));
+    ITH_TRY(ith_scatter_rows(ctx, cache_rows(k), ith_heads_2d(in->k), rows));
     ITH_TRY(ith_scatter_rows(ctx, cache_rows(v), ith_col_range(a->qkv, first_v, attention_width(c)),
                              rows));
     if (prefill)
@@ -1017,7 +1002,7 @@ static ith_status attention_decode(ith_model *m, ith_ctx *ctx, const ith_batch *
     ith_cache_parts part;
     ITH_TRY(ith_cache_parts_open(cache->mesh, ctx, a->o, &part));
     ITH_TRY(ith_attention_decode(ctx, part.o, part.lse, in->q, k, v, cache->lengths,
-                                 scale_of(c->head_dim)));
+                                 ith_score_scale(c->head_dim)));
     return ith_cache_parts_close(cache->mesh, ctx, a->o, &part);
 }
 
