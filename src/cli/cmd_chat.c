@@ -403,9 +403,9 @@ static const ith_option options[] = {{.name = "context",
                                       .help = "Tokens of a conversation.",
                                       .min = 2,
                                       .max = 1e9},
+                                     ITH_ANSWERING_OPTIONS,
                                      ITH_RANK_OPTIONS,
                                      ITH_BLOCK_OPTIONS,
-                                     ITH_ANSWERING_OPTIONS,
                                      {.name = NULL}};
 
 const ith_command ith_cmd_chat = {

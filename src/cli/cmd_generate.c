@@ -678,10 +678,7 @@ static const ith_option options[] = {{.name = "prompt",
                                       .help = "Prompts at a time.",
                                       .min = 1,
                                       .max = 4096},
-                                     {.name = "record",
-                                      .type = ITH_OPTION_PATH,
-                                      .help = "Diffusion: write each answer with the step that "
-                                              "wrote each token; `train` reads the file."},
+                                     ITH_ANSWERING_OPTIONS,
                                      {.name = "cp-size",
                                       .type = ITH_OPTION_INT,
                                       .default_text = "1",
@@ -690,8 +687,11 @@ static const ith_option options[] = {{.name = "prompt",
                                       .min = 1,
                                       .max = 4096},
                                      ITH_RANK_OPTIONS,
+                                     {.name = "record",
+                                      .type = ITH_OPTION_PATH,
+                                      .help = "Diffusion: write each answer with the step that "
+                                              "wrote each token; `train` reads the file."},
                                      ITH_BLOCK_OPTIONS,
-                                     ITH_ANSWERING_OPTIONS,
                                      {.name = NULL}};
 
 const ith_command ith_cmd_generate = {
