@@ -592,6 +592,33 @@ static void test_whole_documents_end_at_a_slice(void **state)
     ith_samples_close(samples);
 }
 
+/* What a round costs may be known after the limits are: a dear one is not made, a cheap one is. */
+static void test_rounds_are_made_by_what_they_cost(void **state)
+{
+    (void)state;
+    const int64_t lengths[] = {40, 10, 10};
+    ith_samples *samples = make_samples(lengths, COUNT(lengths));
+    for (int cheap = 0; cheap < 2; cheap++) {
+        ith_batcher_options o = options_of(ITH_BATCHING_PACKING, 60, 1, 1);
+        ith_batch_step step;
+        ith_micro_batch mb;
+        o.cp_size = 2;
+        o.whole = ITH_CP_WHOLE_AUTO;
+        o.work = (ith_batch_work){.linear = 1, .exchange = 3, .round = 1e6};
+        ith_batcher *b = make_batcher(samples, o);
+        if (cheap)
+            ith_batcher_set_work(b, (ith_batch_work){.linear = 1, .exchange = 3});
+        assert_true(ith_batcher_next(b, &step));
+        assert_int_equal(step.num_micro,
+                         cheap ? 2 : 1); /* 40 / 2 * 4 + 10 is less than 60 / 2 * 4 */
+        assert_ok(ith_batcher_fill(b, step.num_micro - 1, &mb, &err), err);
+        assert_int_equal(mb.whole, cheap);
+        assert_int_equal(mb.num_docs, cheap ? 1 : 3);
+        ith_batcher_destroy(b);
+    }
+    ith_samples_close(samples);
+}
+
 /* Lengths of chats and documents: log-normal, median 600, a twelfth beyond 6,000, cut at 32,768. */
 static ith_samples *make_corpus(int64_t count)
 {
@@ -1017,6 +1044,7 @@ int main(void)
         cmocka_unit_test(test_samples_of_a_micro_batch_stay_together),
         cmocka_unit_test(test_whole_documents_end_at_a_slice),
         cmocka_unit_test(test_ranks_have_about_as_much_work),
+        cmocka_unit_test(test_rounds_are_made_by_what_they_cost),
         cmocka_unit_test(test_whole_documents_make_steps_shorter),
         cmocka_unit_test(test_epochs_are_shuffled_by_seed_and_epoch),
         cmocka_unit_test(test_subset_uses_only_its_entries),
