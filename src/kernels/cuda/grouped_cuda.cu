@@ -123,17 +123,19 @@ __global__ void __launch_bounds__(256)
  * operands into a ring of stages, the two others multiply them, 64 rows each. Blocks stay until
  * all tiles are made. Two blocks of a cluster may SHARE an operand: each fetches half for both. */
 enum { TILE_I = 128, TILE_J = 256 };
-enum { A_PIECES = TILE_I / PIECE, PIECES = A_PIECES + TILE_J / PIECE, OUT_PIECES = 4 };
+enum { A_PIECES = TILE_I / PIECE, PIECES = A_PIECES + TILE_J / PIECE, OUT_PIECES = 2 };
 enum { STAGE_BYTES = PIECES * PIECE_BYTES, OUT_BYTES = OUT_PIECES * PIECE_BYTES };
 enum { WARPGROUP = 128, CONSUMERS = 2 * WARPGROUP };
-enum { STAGES = 3, SHARED_BYTES = STAGES * STAGE_BYTES + 2 * OUT_BYTES + 1024 };
+enum { STAGES = 4, SHARED_BYTES = STAGES * STAGE_BYTES + 2 * OUT_BYTES + 1024 };
+enum { DEALT = 4 }; /* units known ahead, at most */
 enum sharing { SHARE_NOTHING, SHARE_A, SHARE_B };
 
 struct tiled_product {
     CUtensorMap a_map, b_map, c_map;
     product p;
-    const row_tile *tiles;  /* of rows; absent when an expert's rows are inner */
+    row_tile *tiles;        /* of rows; absent when an expert's rows are inner */
     const int32_t *offsets; /* [groups + 1] */
+    int32_t *dealt;         /* units given out, 0 at first */
     int64_t num_units;      /* most of them */
     int32_t i_units, j_units;
 };
@@ -145,17 +147,17 @@ struct unit {
 };
 
 template <bool ROWS_INNER, sharing SHARE>
-__device__ __forceinline__ bool find_unit(unit &u, const tiled_product &t, int64_t n, int rank)
+__device__ __forceinline__ bool find_unit(unit &u, const tiled_product &t, int32_t n, int rank)
 {
     constexpr int WIDTH = SHARE == SHARE_A ? 2 * TILE_J : TILE_J;
     constexpr int HEIGHT = SHARE == SHARE_B ? 2 * TILE_I : TILE_I;
+    int j_rest = SHARE == SHARE_A ? rank * TILE_J : 0,
+        i_rest = SHARE == SHARE_B ? rank * TILE_I : 0;
+    int32_t upper = n / t.j_units, j0 = n % t.j_units * WIDTH + j_rest;
     if (n >= t.num_units)
         return false;
-    int64_t upper = n / t.j_units;
-    int j0 = (int)(n % t.j_units) * WIDTH + (SHARE == SHARE_A ? rank * TILE_J : 0);
     if (ROWS_INNER) {
-        int32_t group = (int32_t)(upper / t.i_units);
-        int i0 = (int)(upper % t.i_units) * HEIGHT + (SHARE == SHARE_B ? rank * TILE_I : 0);
+        int32_t group = upper / t.i_units, i0 = upper % t.i_units * HEIGHT + i_rest;
         u = {group, i0, (int32_t)t.p.m, j0, t.offsets[group], t.offsets[group + 1]};
         return true;
     }
@@ -164,9 +166,44 @@ __device__ __forceinline__ bool find_unit(unit &u, const tiled_product &t, int64
     return rows.group >= 0;
 }
 
+/* Shared-memory addresses: pieces and their 8-byte barriers; units dealt, likewise. */
 struct ring {
-    uint32_t stages, full, empty; /* shared-memory addresses: pieces; 8-byte barriers */
+    uint32_t stages, full, empty;
+    uint32_t dealt, known, read;
 };
+
+/* A thread of the first block of a cluster takes units in their order, for all its blocks: so all
+ * that is made at a time on the whole chip lies close together, and operands are read from memory
+ * once. (Blocks with units of their own drift apart.) */
+template <bool ROWS_INNER, sharing SHARE>
+__device__ void deal_units(const tiled_product &t, const ring &r)
+{
+    constexpr uint32_t BLOCKS = SHARE == SHARE_NOTHING ? 1 : 2;
+    bool more = true;
+    for (uint32_t turn = 0; more; turn++) {
+        uint32_t slot = turn % DEALT;
+        unit u;
+        barrier_wait_cluster(r.read + slot * 8, turn / DEALT % 2 ^ 1);
+        int32_t n = atomicAdd(t.dealt, 1);
+        more = find_unit<ROWS_INNER, SHARE>(u, t, n, 0);
+        for (uint32_t rank = 0; rank < BLOCKS; rank++)
+            store_arrive_at(r.dealt + slot * 4, n, r.known + slot * 8, rank);
+    }
+}
+
+/* Called by one thread (LANES 1) or all of a warp (32). */
+template <int LANES> __device__ __forceinline__ int32_t dealt_unit(const ring &r, uint32_t &turn)
+{
+    uint32_t slot = turn % DEALT;
+    int32_t n;
+    barrier_wait_cluster(r.known + slot * 8, turn++ / DEALT % 2);
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(n) : "r"(r.dealt + slot * 4) : "memory");
+    if (LANES == 32)
+        __syncwarp();
+    if (LANES == 1 || threadIdx.x % 32 == 0)
+        barrier_arrive_at(r.read + slot * 8, 0);
+    return n;
+}
 
 template <bool K_MAJOR>
 __device__ __forceinline__ void fetch_piece(uint32_t to, const CUtensorMap *map, uint32_t bar,
@@ -175,26 +212,25 @@ __device__ __forceinline__ void fetch_piece(uint32_t to, const CUtensorMap *map,
     copy_box(to, map, bar, K_MAJOR ? k : outer, K_MAJOR ? outer : k, group, blocks);
 }
 
-/* What a tile will be added to comes into L2 while it is made, a piece a step. */
-__device__ __forceinline__ void prefetch_results(const tiled_product &t, const unit &u, int step)
+/* What a tile will be added to comes into L2 shortly before, in the last steps. */
+__device__ __forceinline__ void prefetch_results(const tiled_product &t, const unit &u, int left)
 {
-    constexpr int ACROSS = TILE_J / 32;
-    if (step < ACROSS * TILE_I / PIECE)
-        prefetch_box(&t.c_map, u.j0 + step % ACROSS * 32, u.i0 + step / ACROSS * PIECE, u.group);
+    constexpr int ACROSS = TILE_J / 32, STEPS = 8, EACH = ACROSS * TILE_I / PIECE / STEPS;
+    for (int i = left * EACH; left < STEPS && i < (left + 1) * EACH; i++)
+        prefetch_box(&t.c_map, u.j0 + i % ACROSS * 32, u.i0 + i / ACROSS * PIECE, u.group);
 }
 
 template <bool A_K, bool B_K, bool ROWS_INNER, sharing SHARE>
-__device__ void fetch_tiles(const tiled_product &t, const ring &r, int64_t first, int64_t step,
-                            int rank)
+__device__ void fetch_tiles(const tiled_product &t, const ring &r, int rank)
 {
-    uint32_t turn = 0;
+    uint32_t turn = 0, dealt = 0;
     unit u;
-    for (int64_t n = first; find_unit<ROWS_INNER, SHARE>(u, t, n, rank); n += step)
+    while (find_unit<ROWS_INNER, SHARE>(u, t, dealt_unit<1>(r, dealt), rank))
         for (int k = u.k0; k < u.k_end; k += PIECE, turn++) {
             uint32_t stage = turn % STAGES, full = r.full + stage * 8;
             uint32_t to = r.stages + stage * STAGE_BYTES;
             if (ROWS_INNER && t.p.accumulate)
-                prefetch_results(t, u, (k - u.k0) / PIECE);
+                prefetch_results(t, u, (u.k_end - k - 1) / PIECE);
             barrier_wait(r.empty + stage * 8, turn / STAGES % 2 ^ 1);
             barrier_expect(full, STAGE_BYTES);
 #pragma unroll
@@ -243,52 +279,61 @@ struct results {
     int group, i0, j0, rows, cols; /* rows, cols: how many exist from there on */
 };
 
-/* bf16 by way of shared memory: the copy engine takes it while the next tile is made. Where rows of
- * the next expert follow, threads write what it must not. */
+/* What rows there are of a piece whose first column is j0 + col0. */
+__device__ __forceinline__ void write_rows(const tiled_product &t, const results &to,
+                                           uint32_t piece, int col0)
+{
+    bf16 *out = (bf16 *)t.p.c + to.i0 * t.p.c_i + to.j0 + col0;
+    for (int n = (int)threadIdx.x % WARPGROUP; n < to.rows * 8; n += WARPGROUP) {
+        int row = n / 8, chunk = n % 8;
+        uint32_t at = piece + row * 128 + (chunk ^ row % 8) * 16;
+        uint4 v;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(at)
+                     : "memory");
+        if (col0 + chunk * 8 < to.cols)
+            *reinterpret_cast<uint4 *>(out + row * t.p.c_i + chunk * 8) = v;
+    }
+}
+
+/* bf16 by way of shared memory, a piece of 64 columns at a time: the copy engine takes it while
+ * threads fill the next. Where rows of the next expert follow, threads write what it must not. */
 __device__ __forceinline__ void send_bf16(const tiled_product &t, const results &to,
                                           const float (&c)[TILE_J / 2])
 {
     int me = (int)threadIdx.x % WARPGROUP, lane = me % 32, bar = (int)threadIdx.x / WARPGROUP + 1;
     int row = me / 32 * 16 + lane % 16, right = lane / 16; /* whose address this lane gives */
-    if (me == 0)
-        stores_wait_read();
-    join_threads<WARPGROUP>(bar); /* the pieces are free again */
 #pragma unroll
-    for (int j = 0; j < TILE_J / 8; j += 2) {
-        uint32_t v[4], piece = to.stage + j / 8 * PIECE_BYTES;
-        uint32_t at = piece + row * 128 + ((j % 8 + right) ^ (row % 8)) * 16;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            v[i] = two(c[4 * j + 2 * i], c[4 * j + 2 * i + 1]);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                     "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                     : "memory");
-    }
-    written_for_engines();
-    join_threads<WARPGROUP>(bar);
-    if (to.rows >= PIECE) {
-        for (int p = 0; me == 0 && p < OUT_PIECES; p++)
-            store_box(&t.c_map, to.stage + p * PIECE_BYTES, to.j0 + p * PIECE, to.i0, 0);
+    for (int p = 0; p < TILE_J / PIECE; p++) {
+        uint32_t piece = to.stage + p % OUT_PIECES * PIECE_BYTES;
         if (me == 0)
-            stores_end();
-        return;
-    }
-    bf16 *out = (bf16 *)t.p.c + to.i0 * t.p.c_i + to.j0;
-    for (int n = me; n < to.rows * (TILE_J / 8); n += WARPGROUP) {
-        int r = n / (TILE_J / 8), col = n % (TILE_J / 8) * 8;
-        uint32_t piece = to.stage + col / PIECE * PIECE_BYTES;
-        uint32_t at = piece + r * 128 + (col % PIECE / 8 ^ r % 8) * 16;
-        uint4 v;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                     : "r"(at));
-        if (col < to.cols)
-            *reinterpret_cast<uint4 *>(out + r * t.p.c_i + col) = v;
+            stores_wait_read<OUT_PIECES - 1>();
+        join_threads<WARPGROUP>(bar); /* this piece is free again */
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+            uint32_t v[4], at = piece + row * 128 + ((j + right) ^ (row % 8)) * 16;
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                v[i] = two(c[32 * p + 4 * j + 2 * i], c[32 * p + 4 * j + 2 * i + 1]);
+            asm volatile(
+                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                : "memory");
+        }
+        written_for_engines();
+        join_threads<WARPGROUP>(bar);
+        if (me == 0 && to.rows >= PIECE)
+            store_box(&t.c_map, piece, to.j0 + p * PIECE, to.i0, 0);
+        if (me == 0)
+            stores_end(); /* of nothing, too: the wait above counts */
+        if (to.rows < PIECE)
+            write_rows(t, to, piece, p * PIECE);
     }
 }
 
-/* f32, two pieces of 32 columns at a time: while the copy engine writes or adds two, threads fill
- * the next two. Each element is added to once, so the sum has one order. */
+/* f32, a piece of 32 columns at a time: while the copy engine writes or adds it, threads fill the
+ * next. Each element is added to once, so the sum has one order. */
 __device__ __forceinline__ void send_f32(const tiled_product &t, const results &to,
                                          const float (&c)[TILE_J / 2])
 {
@@ -296,47 +341,43 @@ __device__ __forceinline__ void send_f32(const tiled_product &t, const results &
     int first = me / 32 * 16 + me % 32 / 4, quarter = me % 4;
     bool odd = first % 2;
 #pragma unroll
-    for (int n = 0; n < TILE_J / 32; n += 2) {
-        uint32_t pair = to.stage + n % OUT_PIECES * PIECE_BYTES;
+    for (int n = 0; n < TILE_J / 32; n++) {
+        uint32_t piece = to.stage + n % OUT_PIECES * PIECE_BYTES;
+        int col = to.j0 + n * 32;
         if (me == 0)
-            stores_wait_read<1>();
-        join_threads<WARPGROUP>(bar); /* this pair is free again */
+            stores_wait_read<OUT_PIECES - 1>();
+        join_threads<WARPGROUP>(bar); /* this piece is free again */
 #pragma unroll
         for (int h = 0; h < 2; h++)
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
+            for (int i = 0; i < 4; i++) {
                 /* Odd rows begin two groups of columns later: their banks are then free. */
                 int group = odd ? i ^ 2 : i, row = first + 8 * h, from = 4 * (4 * n + i) + 2 * h;
-                int chunk = group % 4 * 2 + quarter / 2, other = 4 * (4 * n + (i ^ 2)) + 2 * h;
-                uint32_t at = pair + i / 4 * PIECE_BYTES + row * 128 + (chunk ^ row % 8) * 16;
+                int chunk = group * 2 + quarter / 2, other = 4 * (4 * n + (i ^ 2)) + 2 * h;
+                uint32_t at = piece + row * 128 + (chunk ^ row % 8) * 16;
                 asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at + quarter % 2 * 8),
                              "f"(odd ? c[other] : c[from]), "f"(odd ? c[other + 1] : c[from + 1])
                              : "memory");
             }
         written_for_engines();
         join_threads<WARPGROUP>(bar);
-        if (me != 0 || to.rows <= 0)
+        if (me != 0)
             continue;
-        for (int i = 0; i < 2; i++) {
-            uint32_t piece = pair + i * PIECE_BYTES;
-            int col = to.j0 + (n + i) * 32;
-            if (t.p.accumulate)
-                add_box(&t.c_map, piece, col, to.i0, to.group);
-            else
-                store_box(&t.c_map, piece, col, to.i0, to.group);
-        }
-        stores_end();
+        if (to.rows > 0 && t.p.accumulate)
+            add_box(&t.c_map, piece, col, to.i0, to.group);
+        else if (to.rows > 0)
+            store_box(&t.c_map, piece, col, to.i0, to.group);
+        stores_end(); /* of nothing, too: the wait above counts */
     }
 }
 
 template <bool A_K, bool B_K, bool ROWS_INNER, sharing SHARE>
-__device__ void multiply_tiles(const tiled_product &t, const ring &r, int64_t first, int64_t step,
-                               int rank)
+__device__ void multiply_tiles(const tiled_product &t, const ring &r, int rank)
 {
     int warpgroup = (int)threadIdx.x / WARPGROUP - 1;
-    uint32_t turn = 0;
+    uint32_t turn = 0, dealt = 0;
     unit u;
-    for (int64_t n = first; find_unit<ROWS_INNER, SHARE>(u, t, n, rank); n += step) {
+    while (find_unit<ROWS_INNER, SHARE>(u, t, dealt_unit<32>(r, dealt), rank)) {
         bool any = u.k0 < u.k_end;
         if (!ROWS_INNER && u.i_end - u.i0 <= warpgroup * PIECE) { /* lets the stages go by */
             for (int k = u.k0; k < u.k_end; k += PIECE, turn++) {
@@ -391,14 +432,23 @@ __global__ void __launch_bounds__(WARPGROUP + CONSUMERS, 1)
 {
     extern __shared__ char raw[];
     constexpr int BLOCKS = SHARE == SHARE_NOTHING ? 1 : 2;
-    __shared__ uint64_t barriers[2 * STAGES];
+    __shared__ uint64_t full[STAGES], empty[STAGES], known[DEALT], read[DEALT];
+    __shared__ int32_t dealt[DEALT];
     int rank = (int)blockIdx.x % BLOCKS;
-    int64_t first = blockIdx.x / BLOCKS, step = gridDim.x / BLOCKS;
-    ring r = {(shared_at(raw) + 1023) & ~1023u, shared_at(barriers), shared_at(barriers + STAGES)};
+    ring r = {(shared_at(raw) + 1023) & ~1023u,
+              shared_at(full),
+              shared_at(empty),
+              shared_at(dealt),
+              shared_at(known),
+              shared_at(read)};
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(r.full + i * 8, 1);
             barrier_init(r.empty + i * 8, BLOCKS * CONSUMERS / 32);
+        }
+        for (int i = 0; i < DEALT; i++) {
+            barrier_init(r.known + i * 8, 1);
+            barrier_init(r.read + i * 8, BLOCKS * (1 + CONSUMERS / 32)); /* who fetches, warps */
         }
         barrier_init_done();
     }
@@ -406,10 +456,12 @@ __global__ void __launch_bounds__(WARPGROUP + CONSUMERS, 1)
     if (threadIdx.x < WARPGROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0)
-            fetch_tiles<A_K, B_K, ROWS_INNER, SHARE>(t, r, first, step, rank);
+            fetch_tiles<A_K, B_K, ROWS_INNER, SHARE>(t, r, rank);
+        if (threadIdx.x == 32 && rank == 0)
+            deal_units<ROWS_INNER, SHARE>(t, r);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        multiply_tiles<A_K, B_K, ROWS_INNER, SHARE>(t, r, first, step, rank);
+        multiply_tiles<A_K, B_K, ROWS_INNER, SHARE>(t, r, rank);
     }
     if (BLOCKS > 1) /* the other may still write here */
         cluster_sync();
@@ -458,7 +510,8 @@ static ith_status launch_wgmma(ith_ctx *ctx, const ith_grouped *g, tiled_product
     t.num_units = (ROWS_INNER ? g->num_groups * t.i_units : num_tiles) * t.j_units;
     if (!ROWS_INNER)
         list_tiles<<<1, (unsigned)ith_round_up(g->num_groups, 32), 0, stream>>>(
-            (row_tile *)ctx->scratch, num_tiles, g->offsets, g->num_groups, (int32_t)rows, TILE_I);
+            t.tiles, num_tiles, g->offsets, g->num_groups, (int32_t)rows, TILE_I);
+    ITH_CUDA_TRY(ctx, cudaMemsetAsync(t.dealt, 0, sizeof *t.dealt, stream), g->out);
     ITH_CUDA_TRY(
         ctx,
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES),
@@ -473,7 +526,8 @@ static ith_status run_wgmma(ith_ctx *ctx, const ith_grouped *g, const product &p
     tiled_product t;
     bool even_i = ith_div_ceil(p.m, TILE_I) % 2 == 0, even_j = ith_div_ceil(p.n, TILE_J) % 2 == 0;
     t.p = p;
-    t.tiles = (const row_tile *)ctx->scratch;
+    t.tiles = (row_tile *)ctx->scratch;
+    t.dealt = (int32_t *)(t.tiles + ith_div_ceil(g->a.shape[0], ROW_TILE_MIN) + g->num_groups);
     t.offsets = g->offsets;
     ITH_TRY(ith_cuda_tensor_map(ctx, &t.a_map, g->a));
     ITH_TRY(ith_cuda_tensor_map(ctx, &t.b_map, g->b));
@@ -502,7 +556,8 @@ static void run_plain(ith_ctx *ctx, const ith_grouped *g, const product &p, dim3
 
 int64_t ith_grouped_workspace_bytes(int64_t rows, int64_t num_groups)
 {
-    return ith_mul_bytes(ith_div_ceil(rows, ROW_TILE_MIN) + num_groups, (int64_t)sizeof(row_tile));
+    return ith_mul_bytes(ith_div_ceil(rows, ROW_TILE_MIN) + num_groups + 1,
+                         (int64_t)sizeof(row_tile)); /* and the counter of units */
 }
 
 ith_status ith_grouped_run(ith_ctx *ctx, const ith_grouped *g)

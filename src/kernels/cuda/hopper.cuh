@@ -67,6 +67,34 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity)
                  : "memory");
 }
 
+/* The same, for what other blocks of the cluster wrote before they arrived. */
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t bar, uint32_t parity)
+{
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n"
+                 "}" ::"r"(bar),
+                 "r"(parity)
+                 : "memory");
+}
+
+/* Writes to shared memory of block `rank` of the cluster, then arrives at its barrier. */
+__device__ __forceinline__ void store_arrive_at(uint32_t to, int32_t value, uint32_t bar,
+                                                uint32_t rank)
+{
+    asm volatile("{\n"
+                 ".reg .b32 at, there;\n"
+                 "mapa.shared::cluster.u32 at, %0, %3;\n"
+                 "mapa.shared::cluster.u32 there, %2, %3;\n"
+                 "st.shared::cluster.b32 [at], %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+                 "}" ::"r"(to),
+                 "r"(value), "r"(bar), "r"(rank)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cluster_sync()
 {
     asm volatile("barrier.cluster.arrive.release;\n"
