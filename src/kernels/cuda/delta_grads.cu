@@ -29,15 +29,15 @@ typedef struct {
     bf16 np_k[SQUARE], np_q[SQUARE], nk_k[SQUARE], nk_t[SQUARE];
     log_sum sum[C];
     float gates[DELTA_BETA + 1][C];
-    decay_sums sums[2];       /* of a value head and the next */
-    float ends[2][SIDES][C];  /* dQ q, dK k */
+    decay_sums sums[2];              /* of a value head and the next */
+    float ends[2][SIDES][C];         /* dQ q, dK k */
     uint64_t rows_here, states_here; /* barriers of what comes from memory */
 } grads_shared;
 
 struct grads_args {
     delta_args a;
     CUtensorMap q, k, dout, dq, dk; /* of [T,H,D] as [H,T,D] */
-    int64_t items;          /* chunks of key heads */
+    int64_t items;                  /* chunks of key heads */
 };
 
 /* What a block works on. */
@@ -58,12 +58,15 @@ __device__ __forceinline__ grads_place grads_place_of(const delta_args &a, int64
 /* Where this lane's row of matrices of columns `from` + 16 k and on lies in a tile. */
 __device__ __forceinline__ uint32_t matrices_at(const bf16 *tile, int m, int from, int k)
 {
-    int lane = (int)threadIdx.x % 32, row = m + lane % 16, piece = from % 64 / 8 + 2 * k + lane / 16;
-    return shared_at(tile) + (uint32_t)(from / 64 * PIECE_BYTES + row * 128 + (piece ^ row % 8) * 16);
+    int lane = (int)threadIdx.x % 32, row = m + lane % 16,
+        piece = from % 64 / 8 + 2 * k + lane / 16;
+    return shared_at(tile) +
+           (uint32_t)(from / 64 * PIECE_BYTES + row * 128 + (piece ^ row % 8) * 16);
 }
 
 template <int N>
-__device__ __forceinline__ void load_matrices(uint32_t (&x)[N][4], const bf16 *tile, int m, int from)
+__device__ __forceinline__ void load_matrices(uint32_t (&x)[N][4], const bf16 *tile, int m,
+                                              int from)
 {
 #pragma unroll
     for (int k = 0; k < N; k++)
@@ -170,7 +173,8 @@ __device__ __forceinline__ float2 take(float (&total)[SIDE / 8][4], const float 
 }
 
 /* The same of a whole. */
-__device__ __forceinline__ float2 dot_rows(const float (&total)[SIDE / 8][4], const side_units &unit)
+__device__ __forceinline__ float2 dot_rows(const float (&total)[SIDE / 8][4],
+                                           const side_units &unit)
 {
     float dots[2] = {};
 #pragma unroll
@@ -197,11 +201,10 @@ typedef float mask_part[MASK_SIDE / 8][4];
 
 /* Np, Nk as operands; row and column sums of C; dbeta. qk, kk: products of the raw vectors, np, nk:
  * of dO and dR with Y. */
-__device__ __forceinline__ void make_masks(grads_shared *sh, decay_sums *sums,
-                                           const grads_pair *pair, const delta_args &a,
-                                           const delta_chunk &chunk, int64_t head,
-                                           const mask_part &qk, const mask_part &kk,
-                                           const mask_part &np, const mask_part &nk, int m, int half)
+__device__ __forceinline__ void
+make_masks(grads_shared *sh, decay_sums *sums, const grads_pair *pair, const delta_args &a,
+           const delta_chunk &chunk, int64_t head, const mask_part &qk, const mask_part &kk,
+           const mask_part &np, const mask_part &nk, int m, int half)
 {
     int lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = (int)threadIdx.x / 32;
     log_sum row_sum[2];
@@ -317,8 +320,8 @@ __device__ __forceinline__ void finish_decay(const decay_sums *sh, const delta_a
     }
 }
 
-/* dx = norm (total - unit (unit . total)), to a tile; unit2: the square of the unit vector's length,
- * dots: unit . total without the norm. */
+/* dx = norm (total - unit (unit . total)), to a tile; unit2: the square of the unit vector's
+ * length, dots: unit . total without the norm. */
 __device__ __forceinline__ void put_unit(bf16 *tile, const float (&total)[SIDE / 8][4],
                                          const side_units &unit, const float *norm,
                                          const float (*dots)[C], float unit2, int m, int half)
@@ -338,8 +341,8 @@ __device__ __forceinline__ void put_unit(bf16 *tile, const float (&total)[SIDE /
         for (int i = 0; i < 4; i++) {
             int c = 2 * k + i / 2, r = i % 2;
             float2 u = both(unit[k][i]);
-            out[k][i] = two(n[r] * total[c][2 * r] + f[r] * u.x,
-                            n[r] * total[c][2 * r + 1] + f[r] * u.y);
+            out[k][i] =
+                two(n[r] * total[c][2 * r] + f[r] * u.x, n[r] * total[c][2 * r + 1] + f[r] * u.y);
         }
     store_matrices(tile, out, m, half);
 }
@@ -369,7 +372,8 @@ __global__ void __launch_bounds__(THREADS, 1) grads(const __grid_constant__ grad
     grads_shared *sh = (grads_shared *)shared;
     const delta_args &a = w.a;
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, g = lane / 4;
-    int side = __shfl_sync(0xffffffffu, warp / 4, 0); /* so that operands lie in uniform registers */
+    int side =
+        __shfl_sync(0xffffffffu, warp / 4, 0); /* so that operands lie in uniform registers */
     int m = warp % 4 * 16, half = side * SIDE, mask = side * MASK_SIDE;
     int64_t item = blockIdx.x;
     uint32_t parity = 0;
@@ -463,8 +467,8 @@ __global__ void __launch_bounds__(THREADS, 1) grads(const __grid_constant__ grad
                      make_float2(q_read.x * q_norm[0] + k_read.x * k_norm[0],
                                  q_read.y * q_norm[1] + k_read.y * k_norm[1]),
                      m);
-            put_rows(sums->writes[side],
-                     make_float2(k_write.x * k_norm[0], k_write.y * k_norm[1]), m);
+            put_rows(sums->writes[side], make_float2(k_write.x * k_norm[0], k_write.y * k_norm[1]),
+                     m);
             if (head + 1 == end) {
                 put_rows(sh->ends[0][side], dot_rows(dq, q), m);
                 put_rows(sh->ends[1][side], dot_rows(dk, k), m);

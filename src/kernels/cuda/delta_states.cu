@@ -638,8 +638,8 @@ __device__ __forceinline__ void add_times(float4 &to, float f, const float4 &x)
 
 /* out += map s; TURN: map^T s, for rows that lie side by side. */
 template <bool TURN>
-__device__ __forceinline__ void add_map(float4 (&out)[2], const chain_shared *sh, int row, int apart,
-                                        int col)
+__device__ __forceinline__ void add_map(float4 (&out)[2], const chain_shared *sh, int row,
+                                        int apart, int col)
 {
 #pragma unroll 4
     for (int k = 0; k < DIM; k += 4) {
@@ -687,8 +687,9 @@ __global__ void __launch_bounds__(CHAIN_THREADS) chain_pieces(const delta_args a
     };
 #pragma unroll
     for (int r = 0; r < 2; r++)
-        *place(a.entries, piece, r) = entry ? *(const float4 *)(entry + (row + r * APART) * DIM + at)
-                                            : make_float4(0, 0, 0, 0);
+        *place(a.entries, piece, r) = entry
+                                          ? *(const float4 *)(entry + (row + r * APART) * DIM + at)
+                                          : make_float4(0, 0, 0, 0);
     for (int64_t n = 0; n < turns; n++, piece += step) {
         for (int r = 0; r < 2; r++)
             out[r] = *place(a.ends, piece, r);

@@ -30,7 +30,7 @@ enum {
     ITH_SDPA_K,
     ITH_SDPA_V,
     ITH_SDPA_O,
-    ITH_SDPA_LSE, /* [T,Hq] f32, also without packing */
+    ITH_SDPA_LSE,     /* [T,Hq] f32, also without packing */
     ITH_SDPA_LENGTHS, /* [batch] I32 */
     ITH_SDPA_SCALE,   /* by value, on the host, from here on */
     ITH_SDPA_MASKED,
