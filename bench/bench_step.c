@@ -3,11 +3,11 @@
  *     ithaca_bench_step [model=0.6b] [batch=4] [seq=4096] [device=auto|cpu|cuda] [steps=8] [warm=3]
  * [keep=auto|all|attention|input|host] [master=fp32|bf16] [dtype=bfloat16] [chunk=N] [vocab=N]
  * [threads=N] [profile=0|1] [csv=FILE] [memory=GIB] [plan=1] [json=1] [layers=N] [accum=1]
- * [block=32]
+ * [block=32] [beside=1] [deterministic=0]
  *
  * A diffusion model (llada2-mini) trains rows of seq clean tokens by block diffusion, 0.3 to 0.8
  * of them masked; tokens per second count the clean ones. accum: micro-batches of a step; layers:
- * of the model, where all of them are too many.
+ * of the model, where all of them are too many. beside=0: updates end before the next step begins.
  *
  * Under mpirun the ranks share the work: [cp=1] ranks a sequence, of which [ulysses=cp] neighbours
  * exchange heads and the rest is a ring, the others other sequences; [zero=0]; [ep=1] ranks share
@@ -36,7 +36,7 @@ typedef struct {
         block;
     int keep, threads;
     ith_use_device device;
-    bool bf16_states, profile, plan, json;
+    bool bf16_states, profile, plan, json, updates_first, deterministic;
     ith_dtype dtype;
 } options;
 
@@ -127,6 +127,10 @@ static options parse(int argc, char **argv)
             o.dtype = word(v, "bfloat16 float32") == 1 ? ITH_F32 : ITH_BF16;
         else if (is(a, "profile", &v))
             o.profile = *v == '1';
+        else if (is(a, "beside", &v))
+            o.updates_first = *v == '0';
+        else if (is(a, "deterministic", &v))
+            o.deterministic = *v == '1';
         else if (is(a, "plan", &v))
             o.plan = *v == '1';
         else if (is(a, "json", &v))
@@ -329,6 +333,7 @@ int main(int argc, char **argv)
     check(ith_session_open(&session, o.device, ith_narrow(world->local_rank), o.threads, o.plan,
                            &err));
     ith_ctx *ctx = &session.ctx;
+    ctx->deterministic = o.deterministic;
     if (world->size > 1) {
         mesh = &mesh_store;
         check(ith_mesh_open(mesh, world, o.cp, &err));
@@ -364,6 +369,7 @@ int main(int argc, char **argv)
                          .keep = o.keep,
                          .memory_limit = o.memory_gib << 30,
                          .max_grad_norm = 1.0f,
+                         .updates_first = o.updates_first,
                          .seed = 1};
     int64_t free_bytes = 0, total_bytes = 0;
     if (!o.plan)
@@ -396,8 +402,10 @@ int main(int argc, char **argv)
         check(ith_profile_create(&ctx->profile, &err));
     traffic before_steps = {0, 0};
     for (int64_t i = 0; i < o.warm + o.steps; i++) {
-        if (i == o.warm && ctx->profile)
+        if (i == o.warm && ctx->profile) {
+            check(ith_profile_collect(ctx));
             ith_profile_reset(ctx->profile);
+        }
         if (i == o.warm && mesh)
             before_steps = traffic_of(mesh);
         double start = now_s();
@@ -407,14 +415,18 @@ int main(int argc, char **argv)
         check(ith_step_end(step, (ith_adamw_hyper){1e-5f, 0.9f, 0.999f, 1e-8f, 0.01f, i + 1},
                            &stats));
         double took = 1e3 * (now_s() - start);
-        if (ctx->profile)
-            check(ith_profile_collect(ctx));
+        if (ctx->profile && ctx->profile->calls > ITH_PROFILE_MAX_CALLS / 2)
+            check(ith_profile_collect(ctx)); /* waits for updates beside */
         if (i >= o.warm)
             ms[i - o.warm] = took;
         if (!o.json)
-            fprintf(stderr, "step %lld: %.2f ms, loss %.4f, grad norm %.4f%s\n", (long long)i + 1,
+            fprintf(stderr, "step %lld: %.2f ms, loss %.9g, grad norm %.9g%s\n", (long long)i + 1,
                     took, stats.loss, stats.grad_norm, stats.skipped ? ", SKIPPED" : "");
     }
+    ith_profile *profile = ctx->profile;
+    if (profile)
+        check(ith_profile_collect(ctx));
+    ctx->profile = NULL;
     qsort(ms, (size_t)o.steps, sizeof *ms, by_value);
     double median = ms[o.steps / 2], best = ms[0];
     if (mesh)
@@ -428,8 +440,8 @@ int main(int argc, char **argv)
            median, best, tok_s, flops / median * 1e-9, 100 * flops / median * 1e3 / rate,
            rate * 1e-12, planned, (double)(total_bytes - free_bytes) / (double)(1 << 30), before,
            stats.loss);
-    if (ctx->profile)
-        print_profile(ctx->profile, o.steps, median);
+    if (profile)
+        print_profile(profile, o.steps, median);
     if (o.json)
         printf("{\"name\": \"ithaca\", \"model\": \"%s\", \"step_ms\": %.3f, \"tok_s\": %.1f, "
                "\"peak_gib\": %.2f}\n",
@@ -443,8 +455,7 @@ int main(int argc, char **argv)
             fclose(f);
         }
     }
-    ith_profile_destroy(ctx->profile);
-    ctx->profile = NULL;
+    ith_profile_destroy(profile);
     ith_noiser_destroy(noiser);
     ith_step_destroy(step);
     ith_model_destroy(model);

@@ -32,9 +32,9 @@ typedef struct {
 } ith_strided;
 #define ITH_MAX_PIECES 5 /* of a block that is rows */
 
-/* Queues beside the main one: copies to and from the host; exchanges of groups opened `beside`. */
-typedef enum { ITH_QUEUE_COPIES, ITH_QUEUE_LINKS, ITH_QUEUES } ith_queue;
-#define ITH_QUEUE_MARKS 6 /* of each */
+/* Queues beside the main one: copies to and from the host; exchanges of groups opened `beside`;
+ * updates of weights. */
+typedef enum { ITH_QUEUE_COPIES, ITH_QUEUE_LINKS, ITH_QUEUE_UPDATES, ITH_QUEUES } ith_queue;
 
 struct ith_device {
     const char *name; /* "cpu", "cuda:0" */
@@ -59,14 +59,20 @@ struct ith_device {
     /* Optional, all or none: other queues beside the main one. fork: the queue goes on behind what
      * the main one has now. note: marks what the queue has now. await: the main queue goes on
      * behind the mark; one that was never noted is no wait. copy_beside: to or from pinned host
-     * memory, on ITH_QUEUE_COPIES. */
+     * memory, on ITH_QUEUE_COPIES. enter: all else that is queued until leave goes to the queue and
+     * not to the main one; fork and await still mean the main one. */
     ith_status (*fork)(ith_device *d, ith_queue queue, ith_error *err);
     ith_status (*note)(ith_device *d, ith_queue queue, int mark, ith_error *err);
     ith_status (*await)(ith_device *d, ith_queue queue, int mark, ith_error *err);
     ith_status (*copy_beside)(ith_device *d, void *dst, const void *src, int64_t bytes,
                               bool to_host, ith_error *err);
-    /* Optional (NULL): records stamp idx in stream order; milliseconds between two stamps, after a
-     * sync. */
+    void (*enter)(ith_device *d, ith_queue queue);
+    void (*leave)(ith_device *d);
+    /* With enter: as many tokens go forward through a matrix in the time in which it is updated by
+     * few of the device's processors (kernels/ctx.h). */
+    int64_t update_tokens;
+    /* Optional (NULL): records stamp idx in the order of the queue; milliseconds between two
+     * stamps, for which it waits. */
     ith_status (*stamp)(ith_device *d, int64_t idx, ith_error *err);
     ith_status (*elapsed)(ith_device *d, int64_t from, int64_t to, double *ms, ith_error *err);
     /* Optional (NULL): this device works alone. */

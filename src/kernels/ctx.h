@@ -29,12 +29,19 @@ typedef struct ith_ctx {
     void *scratch; /* of the running operator: set by the dispatcher, valid during the call */
     int64_t scratch_bytes;
     ith_blanks *blanks; /* NULL: gradients are what their memory says */
-    bool overwrite; /* the running weight product finds a blank gradient: set by the dispatcher */
+    bool overwrite;   /* the running weight product finds a blank gradient: set by the dispatcher */
+    bool beside, few; /* between enter and leave; there, on few processors of the device */
+    bool shared;      /* forward products leave these few to what runs beside */
 } ith_ctx;
 
 /* Pushes a tensor of this shape onto a class of the plan. */
 ith_status ith_ctx_push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype, int ndim,
                         int64_t d0, int64_t d1, int64_t d2, int64_t d3, ith_tensor *out);
+
+/* Operators queued until leave go to this queue of the device, which must have it. None of them may
+ * want scratch: that is the main queue's. few: those that can (AdamW) take few processors. */
+void ith_ctx_enter(ith_ctx *ctx, ith_queue queue, bool few);
+void ith_ctx_leave(ith_ctx *ctx);
 
 static inline bool ith_ctx_counting(const ith_ctx *ctx)
 {

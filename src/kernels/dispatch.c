@@ -19,6 +19,21 @@ ith_status ith_ctx_push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dty
     return ITH_OK;
 }
 
+void ith_ctx_enter(ith_ctx *ctx, ith_queue queue, bool few)
+{
+    ITH_ASSERT(!ctx->beside && !ith_ctx_counting(ctx));
+    ctx->beside = true;
+    ctx->few = few;
+    ctx->device->enter(ctx->device, queue);
+}
+
+void ith_ctx_leave(ith_ctx *ctx)
+{
+    ITH_ASSERT(ctx->beside);
+    ctx->device->leave(ctx->device);
+    ctx->beside = ctx->few = false;
+}
+
 ith_ctx ith_ctx_host(const ith_backend *backend, ith_pool *pool, ith_error *err)
 {
     ith_ctx ctx = {.backend = backend, .device = ith_device_cpu(), .pool = pool, .err = err};
@@ -27,6 +42,7 @@ ith_ctx ith_ctx_host(const ith_backend *backend, ith_pool *pool, ith_error *err)
 
 ith_status ith_scratch_begin(ith_ctx *ctx, const char *op, int64_t bytes, int64_t *mark)
 {
+    ITH_ASSERT(bytes == 0 || !ctx->beside);
     ctx->scratch = NULL;
     ctx->scratch_bytes = bytes;
     *mark = 0;

@@ -185,8 +185,10 @@ struct ith_model {
     ith_tensor w, grad; /* [num_act] act, [num_elements] f32; or [shard elements] */
     ith_tensor w_f32;   /* [num_elements - num_act] f32; absent when that is 0 */
     ith_tensor ends_w, ends_grad, window_w, window_grad;
-    ith_shard *shard; /* borrowed; NULL: nothing is cut */
-    int zero_stage;   /* 0 without shard */
+    ith_shard *shard;      /* borrowed; NULL: nothing is cut */
+    int zero_stage;        /* 0 without shard */
+    int64_t unsettled;     /* the last so many marks of an update beside, see ith_model_settle */
+    int64_t shared_layers; /* of a walk: whose products leave room for an update (ctx->shared) */
     int64_t num_windows, window_elements;
     int64_t gathered[2], last_gathered; /* layer in each window of w, -1: none; of the last call */
     ith_tensor buffers;                 /* [num_buffer_elements] f32; absent when there is none */
@@ -287,6 +289,15 @@ void ith_model_set_mesh(ith_model *model, const ith_mesh *mesh);
 ith_status ith_model_cut(ith_model *model, const ith_mesh *mesh, int zero_stage, ith_shard *shard,
                          ith_error *err);
 
+/* An update that runs beside (ITH_QUEUE_UPDATES) notes mark l behind what layer l has, and mark L
+ * behind what follows the layers. settle: the main queue goes on behind mark `layer`, and so
+ * behind all before it; nothing to wait for when no update is on its way. Walks settle their
+ * layers, which also says whether the layer's products leave room. */
+ith_status ith_model_settle(ith_model *model, ith_ctx *ctx, int64_t layer);
+static inline ith_status ith_model_settle_all(ith_model *model, ith_ctx *ctx)
+{
+    return ith_model_settle(model, ctx, model->config->num_hidden_layers);
+}
 /* The verbs of a walk. Stage 3: the weights of layer l are gathered into its window, and where
  * there are two, those of the layer that the walk needs next begin to be. */
 ith_status ith_model_gather_layer(ith_model *model, ith_ctx *ctx, int64_t layer);

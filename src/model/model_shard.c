@@ -242,8 +242,20 @@ static ith_status fill_window(ith_model *m, ith_ctx *ctx, int64_t layer)
     return ith_mesh_note(m->mesh, ctx, (int)(ITH_MARK_WEIGHTS + w));
 }
 
+ith_status ith_model_settle(ith_model *m, ith_ctx *ctx, int64_t layer)
+{
+    int64_t marks = m->config->num_hidden_layers + 1;
+    ITH_ASSERT(layer < marks);
+    ctx->shared = layer < m->shared_layers;
+    if (layer < marks - m->unsettled || ith_ctx_counting(ctx))
+        return ITH_OK;
+    m->unsettled = marks - 1 - layer;
+    return ctx->device->await(ctx->device, ITH_QUEUE_UPDATES, (int)layer, ctx->err);
+}
+
 ith_status ith_model_gather_layer(ith_model *m, ith_ctx *ctx, int64_t layer)
 {
+    ITH_TRY(ith_model_settle(m, ctx, layer));
     int64_t last = m->config->num_hidden_layers - 1;
     if (m->zero_stage < 3 || ith_ctx_counting(ctx))
         return ITH_OK;

@@ -129,6 +129,7 @@ static ith_status walk_micro(ith_step *s, bool training)
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "gradient of the stream", m->dtype, 2, t,
                              m->config->hidden_size, 1, 1, &dhidden));
     ITH_TRY(m->family->forward(m, ctx, &s->batch, training, hidden));
+    ITH_TRY(ith_model_settle_all(m, ctx)); /* head and final norm */
     ITH_TRY(ith_chunk_loss(m, ctx, &s->batch, s->config.chunk_rows, &s->confidence, dhidden,
                            s->loss_sum, s->row_loss, hidden));
     if (m->expert_fraction.ndim && speaks_for_group(m->mesh))
@@ -206,6 +207,57 @@ static ith_status adamw_range(ith_step *s, T w, int64_t begin, int64_t end, ith_
                          begin, hyper);
 }
 
+/* Block b of the flat layout, whole. */
+static ith_status update_block(ith_step *s, int64_t b, ith_adamw_hyper hyper)
+{
+    const ith_model *m = s->model;
+    int64_t first = s->blocks[b], end = s->blocks[b + 1];
+    T w = first == m->num_act ? m->w_f32 : ith_row_range(m->w, first, end);
+    return adamw_range(s, w, first, end, hyper);
+}
+
+/* Layers through which the first micro-batch of a step has gone, at its largest, when few
+ * processors have updated all of them; 0: the update had better take all processors, for it takes
+ * them longer than the walk, or its experts do. Whether or not an update is on its way: which
+ * products are chosen, and so the last bits, must not depend on it. */
+static int64_t shared_layers(const ith_step *s)
+{
+    const ith_hf_config *c = s->model->config;
+    int64_t tokens = slice_tokens(&s->config), update = s->ctx->device->update_tokens;
+    if (s->model->shard || update == 0 || c->num_experts > 0 || tokens < update)
+        return 0;
+    return ith_div_ceil(c->num_hidden_layers * update, tokens);
+}
+
+/* The update beside the next forward walk: first, on the main queue, what it begins with; then
+ * layer by layer on a queue of its own. Memory bounds the one, and power the other
+ * (docs/cuda_backend.md). */
+static ith_status update_beside(ith_step *s, ith_adamw_hyper hyper)
+{
+    ith_ctx *ctx = s->ctx;
+    ith_model *m = s->model;
+    ith_device *d = ctx->device;
+    int64_t layers = m->config->num_hidden_layers, rest = layers + 1;
+    ith_status status = ITH_OK;
+    ITH_TRY(update_block(s, 0, hyper));
+    if (m->has_vision)
+        ITH_TRY(update_block(s, rest, hyper));
+    if (m->w_f32.ndim)
+        ITH_TRY(update_block(s, rest + 1, hyper));
+    ITH_TRY(update_block(s, 1, hyper));
+    ITH_TRY(d->fork(d, ITH_QUEUE_UPDATES, ctx->err));
+    ith_ctx_enter(ctx, ITH_QUEUE_UPDATES, shared_layers(s) > 0);
+    for (int64_t l = 1; l <= layers; l++) {
+        if (l < layers || !m->has_vision)
+            ITH_TRY_OUT(update_block(s, 1 + l, hyper));
+        ITH_TRY_OUT(d->note(d, ITH_QUEUE_UPDATES, (int)l, ctx->err));
+    }
+    m->unsettled = layers;
+out:
+    ith_ctx_leave(ctx);
+    return status;
+}
+
 static ith_status update(ith_step *s, ith_adamw_hyper hyper)
 {
     ith_ctx *ctx = s->ctx;
@@ -215,6 +267,8 @@ static ith_status update(ith_step *s, ith_adamw_hyper hyper)
     ITH_TRY(clear_frozen(s, s->model->grad, 0));
     ITH_TRY(ith_sumsq_accumulate(ctx, s->sumsq, s->model->grad));
     ITH_TRY(ith_clip_scale(ctx, s->norm, s->scale, s->sumsq, s->config.max_grad_norm));
+    if (s->blocks)
+        return update_beside(s, hyper);
     const ith_model *m = s->model;
     ITH_TRY(adamw_range(s, m->w, 0, m->num_act, hyper));
     return m->w_f32.ndim ? adamw_range(s, m->w_f32, m->num_act, m->num_elements, hyper) : ITH_OK;
@@ -517,6 +571,19 @@ static ith_status list_gradients(ith_step *s)
     return ITH_OK;
 }
 
+/* Where updates run beside: borders of the blocks. */
+static ith_status list_blocks(ith_step *s)
+{
+    const ith_model *m = s->model;
+    int64_t n = ith_model_num_blocks(m), *list = NULL;
+    if (!s->config.training || s->config.updates_first || m->shard || !s->ctx->device->enter)
+        return ITH_OK;
+    ITH_TRY(ith_alloc_zero((void **)&list, 2 * n + 1, sizeof *list, "blocks", s->ctx->err));
+    ith_model_blocks(m, list, list + n + 1);
+    s->blocks = list;
+    return ITH_OK;
+}
+
 ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
                            const ith_step_config *config, bool plan_only)
 {
@@ -547,6 +614,7 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
         ITH_TRY_OUT(ith_plan_commit(ctx->plan, ctx->err));
         ITH_TRY_OUT(place_all(s));
         ITH_TRY_OUT(list_gradients(s));
+        ITH_TRY_OUT(list_blocks(s));
     }
     *out = s;
     return ITH_OK;
@@ -560,6 +628,7 @@ void ith_step_destroy(ith_step *step)
     if (step) {
         ith_shard_deinit(&step->shard);
         ith_free(step->blanks.all);
+        ith_free(step->blocks);
         step->ctx->blanks = NULL;
     }
     ith_free(step);
@@ -569,7 +638,7 @@ void ith_step_begin(ith_step *step, double weight_sum)
 {
     step->weight_sum = weight_sum;
     step->num_micro = 0;
-    step->reduced = false;
+    step->reduced = step->walked = false;
     for (int64_t i = 0; i < step->blanks.count; i++)
         step->blanks.all[i].blank = true;
     step->ctx->blanks = &step->blanks;
@@ -649,9 +718,14 @@ ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch)
     /* From stage 2 on layers are reduced and gathered by all ranks in every walk. */
     if (batch->num_tokens == 0 && step->model->zero_stage < 2)
         return ITH_OK;
+    step->model->shared_layers = step->walked ? 0 : shared_layers(step);
+    step->walked = true;
     ITH_TRY(upload(step, batch, step->weight_sum > 0 ? step->weight_sum : 1.0));
     step->num_micro += batch->num_tokens > 0 && speaks_for_group(step->model->mesh);
-    return walk_micro(step, true);
+    ith_status status = walk_micro(step, true);
+    step->model->shared_layers = 0;
+    step->ctx->shared = false;
+    return status;
 }
 
 ith_status ith_step_reduce(ith_step *step)
@@ -659,6 +733,7 @@ ith_status ith_step_reduce(ith_step *step)
     const ith_mesh *mesh = step->config.mesh;
     set_whole(step, false);
     step->reduced = true;
+    ITH_TRY(ith_step_settle(step)); /* no micro-batch may have come */
     ITH_TRY(ith_blanks_close(step->ctx));
     step->ctx->blanks = NULL;
     if (ith_world_size(mesh) == 1)
@@ -702,6 +777,11 @@ ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *o
                             (double)step->model->aux_coef * experts * balance / micros + confidence,
                             scale < 0};
     return ITH_OK;
+}
+
+ith_status ith_step_settle(ith_step *step)
+{
+    return ith_model_settle_all(step->model, step->ctx);
 }
 
 ith_status ith_step_eval(ith_step *step, const ith_micro_batch *batch, double *loss)

@@ -45,6 +45,7 @@ typedef struct {
     bool bidirectional;       /* rows see their whole document */
     float confidence_beta;    /* of confidence-aware training; 0: off */
     bool mean_of_right;       /* its mean is over the right rows of a micro-batch (chunk_loss.h) */
+    bool updates_first;       /* no update runs beside the next forward walk: the same numbers */
 } ith_step_config;
 
 typedef struct {
@@ -65,6 +66,7 @@ typedef struct ith_step {
     bool passes_states; /* the model does, where ranks share a sequence */
     ith_shard shard;
     ith_blanks blanks; /* parameters; none where gradients are cut among the ranks */
+    int64_t *blocks;   /* borders of ith_model_blocks; NULL: updates do not run beside */
     /* flat optimizer buffers, whole or (zero_stage > 0) this rank's shard; master absent for f32
      * models */
     ith_tensor master, m, v;
@@ -82,6 +84,7 @@ typedef struct ith_step {
     float *host_seeds;
     double weight_sum; /* C of the running step */
     int64_t num_micro; /* micro-batches of it so far, those of a group on its first rank */
+    bool walked;       /* this rank had one */
     bool reduced;      /* gradients and sums of it are those of all ranks */
 } ith_step;
 
@@ -106,8 +109,12 @@ void ith_step_begin(ith_step *step, double weight_sum);
 ith_status ith_step_micro(ith_step *step, const ith_micro_batch *batch);
 /* Sums gradients and losses over all ranks; ith_step_end does it when nobody did. */
 ith_status ith_step_reduce(ith_step *step);
-/* Clip, update. hyper.step counts real updates. */
+/* Clip, update. hyper.step counts real updates. Weights and optimizer may still change behind it,
+ * beside the next step's forward walk, which waits for each layer: who reads or writes them
+ * otherwise settles first. */
 ith_status ith_step_end(ith_step *step, ith_adamw_hyper hyper, ith_step_stats *out);
+/* What the device is given from now on sees the whole update. */
+ith_status ith_step_settle(ith_step *step);
 /* Loss of a micro-batch without gradients: *loss += sum of weight * cross entropy over the rows of
  * this rank; weights are in the batch. Add it over the ranks. */
 ith_status ith_step_eval(ith_step *step, const ith_micro_batch *batch, double *loss);

@@ -172,7 +172,10 @@ ith_status ith_trainer_export(ith_trainer *t, const char *dir, ith_error *err)
     const ith_config *c = t->config;
     exporter x = {.t = t, .flat = t->step->master.ndim ? t->step->master : m->w};
     ith_st_reader *reader = NULL;
-    ith_status status = ith_trainer_agree(t, open_exporter(&x, &reader, err), err);
+    ith_status status = ith_step_settle(t->step);
+    if (status == ITH_OK)
+        status = open_exporter(&x, &reader, err);
+    status = ith_trainer_agree(t, status, err);
     if (status != ITH_OK)
         goto out;
     ith_model_write w = {.source = c->model,

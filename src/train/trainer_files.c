@@ -177,6 +177,8 @@ ith_status ith_trainer_save(ith_trainer *t, const ith_run_position *at, ith_erro
     json_t *state = NULL;
     ith_status status = make_groups(t, &g, err);
     if (status == ITH_OK)
+        status = ith_step_settle(t->step);
+    if (status == ITH_OK)
         status = pack_state(t, at, &state, err);
     status = ith_trainer_agree(t, status, err);
     if (status == ITH_OK) {

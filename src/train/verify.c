@@ -411,8 +411,9 @@ ith_status ith_verify_reduce(ith_verifier *v, bool first, ith_error *err)
 
 ith_status ith_verify_update(ith_verifier *v, ith_error *err)
 {
-    ith_status status =
-        v->t->step->blanks.count ? spoil_gradients(v->t, err) : check_cleared(v, err);
+    ith_status status = ith_step_settle(v->t->step);
+    if (status == ITH_OK)
+        status = v->t->step->blanks.count ? spoil_gradients(v->t, err) : check_cleared(v, err);
     if (status == ITH_OK)
         status = check_master(v, err);
     if (status == ITH_OK)

@@ -471,6 +471,7 @@ static void make_step(run *r, const struct family *f, const ith_mesh *mesh, layo
     r->grad = whole(r, r->model->grad);
     assert_ok(ith_step_end(r->step, (ith_adamw_hyper){0.1F, 0.9F, 0.999F, 1e-1F, 0.01F, 1}, &stats),
               err);
+    assert_ok(ith_step_settle(r->step), err);
     if (!mesh) /* the clip is at work: a norm of a shard would give another update */
         assert_true(stats.grad_norm > (double)r->step->config.max_grad_norm);
     r->loss = stats.loss + stats.aux_loss;

@@ -816,6 +816,7 @@ static void check_adamw(const golden *g, const options *o, const ith_micro_batch
         if (other)
             check_all_gradients(&b, o, (int)i + 1, r);
         die_on(ith_step_end(b.step, h, &stats));
+        die_on(ith_step_settle(b.step));
         double loss = json_number_value(json_array_get(json_object_get(a, "losses"), (size_t)i));
         double norm =
             json_number_value(json_array_get(json_object_get(a, "grad_norms"), (size_t)i));

@@ -502,8 +502,8 @@ static ith_status attention_decode(op_run *r, const int64_t *a)
 {
     int64_t rows = a[DEC_B] * a[DEC_NEW];
     int64_t cache[4] = {a[DEC_B], a[DEC_C], a[DEC_HKV], a[DEC_DH]};
-    ith_tensor o = heads(r, OP_OUT, a[DEC_PART] ? OP_STAT : OP_ACT, "o", NULL, rows, a[DEC_HQ],
-                         a[DEC_DH], 0);
+    ith_tensor o =
+        heads(r, OP_OUT, a[DEC_PART] ? OP_STAT : OP_ACT, "o", NULL, rows, a[DEC_HQ], a[DEC_DH], 0);
     ith_tensor lse = a[DEC_PART] ? matrix(r, OP_OUT, OP_STAT, "lse", NULL, rows, a[DEC_HQ], 0)
                                  : ith_tensor_none();
     ith_tensor q = heads(r, OP_IN, OP_ACT, "q", op_normal, rows, a[DEC_HQ], a[DEC_DH], 8);
@@ -977,7 +977,17 @@ static ith_status clip_scale(op_run *r, const int64_t *a)
     return ith_clip_scale(r->ctx, norm, scale, sumsq, (float)a[CLIP_MAX]);
 }
 
-enum { ADAM_N, ADAM_MASTER, ADAM_STATE, ADAM_STEP, ADAM_SKIP, ADAM_ZERO, ADAM_FIRST };
+enum {
+    ADAM_N,
+    ADAM_MASTER,
+    ADAM_STATE,
+    ADAM_STEP,
+    ADAM_SKIP,
+    ADAM_ZERO,
+    ADAM_FIRST,
+    ADAM_WILD,
+    ADAM_BESIDE
+};
 
 static double adam_scale(const op_run *r, uint64_t stream, const ith_tensor *t, int64_t n)
 {
@@ -985,24 +995,60 @@ static double adam_scale(const op_run *r, uint64_t stream, const ith_tensor *t, 
     return r->user ? -1 : 0.625;
 }
 
+/* From far below the smallest normal f32 to 2^40, and zeros: sqrt and division of their own kind.
+ */
+static double adam_wild(const op_run *r, uint64_t stream, const ith_tensor *t, int64_t n)
+{
+    (void)r, (void)t;
+    double u = ith_rng_uniform(r->seed, stream, (uint64_t)n), e = floor(188 * u);
+    return n % 7 == 3 ? 0 : (n % 2 ? -1 : 1) * ldexp(1 + 188 * u - e, (int)e - 148);
+}
+
+static double adam_wild_positive(const op_run *r, uint64_t stream, const ith_tensor *t, int64_t n)
+{
+    return fabs(adam_wild(r, stream, t, n));
+}
+
+/* On the queue for updates, of a device that has one. */
+static ith_status enter_beside(ith_ctx *ctx)
+{
+    ITH_TRY(ctx->device->fork(ctx->device, ITH_QUEUE_UPDATES, ctx->err));
+    ith_ctx_enter(ctx, ITH_QUEUE_UPDATES, true);
+    return ITH_OK;
+}
+
+static ith_status leave_beside(ith_ctx *ctx)
+{
+    ith_ctx_leave(ctx);
+    ITH_TRY(ctx->device->note(ctx->device, ITH_QUEUE_UPDATES, 0, ctx->err));
+    return ctx->device->await(ctx->device, ITH_QUEUE_UPDATES, 0, ctx->err);
+}
+
 /* state: 0 m and v in f32, 1 in act. Without master, BF16 weights are rounded stochastically. */
 static ith_status adamw(op_run *r, const int64_t *a)
 {
     int64_t n = a[ADAM_N];
+    bool wild = a[ADAM_WILD] != 0, beside = a[ADAM_BESIDE] && r->ctx->device->enter;
     op_class state = a[ADAM_STATE] ? OP_ACT : OP_STAT;
     r->user = a[ADAM_SKIP];
     ith_tensor w = vector(r, OP_INOUT, OP_ACT, "w", op_normal, n);
     ith_tensor master = ith_tensor_none();
     if (a[ADAM_MASTER])
         master = vector(r, OP_INOUT, OP_STAT, "master", op_normal, n);
-    ith_tensor m = vector(r, OP_INOUT, state, "m", op_small, n);
-    ith_tensor v = vector(r, OP_INOUT, state, "v", op_positive, n);
-    ith_tensor grad = vector(r, a[ADAM_ZERO] ? OP_INOUT : OP_IN, OP_F32, "grad", op_normal, n);
+    ith_tensor m = vector(r, OP_INOUT, state, "m", wild ? adam_wild : op_small, n);
+    ith_tensor v = vector(r, OP_INOUT, state, "v", wild ? adam_wild_positive : op_positive, n);
+    ith_tensor grad =
+        vector(r, a[ADAM_ZERO] ? OP_INOUT : OP_IN, OP_F32, "grad", wild ? adam_wild : op_normal, n);
     ith_tensor scale = vector(r, OP_IN, OP_F32, "scale", adam_scale, 1);
     OP_READY(r);
     ith_adamw_hyper hyper = {1e-3F, 0.9F, 0.999F, 1e-8F, 0.1F, a[ADAM_STEP]};
-    return ith_adamw(r->ctx, w, master, m, v, grad, scale, hyper, 42, a[ADAM_FIRST],
-                     a[ADAM_ZERO] != 0);
+    if (beside)
+        ITH_TRY(enter_beside(r->ctx));
+    ith_status status = ith_adamw(r->ctx, w, master, m, v, grad, scale, hyper, 42, a[ADAM_FIRST],
+                                  a[ADAM_ZERO] != 0);
+    if (beside)
+        ITH_TRY(leave_beside(r->ctx));
+    return status;
 }
 
 /* ---- the table ---- */
@@ -1093,7 +1139,7 @@ FAMILY(gelu_forward, false, FLOOR, "T H D pad alias")
 FAMILY(gelu_backward, false, FLOOR, "T H D pad alias")
 FAMILY(sumsq_accumulate, false, FLOOR, "rows cols")
 FAMILY(clip_scale, false, FLOOR, "value max_norm")
-FAMILY(adamw, true, FLOOR, "n master state step skip zero first")
+FAMILY(adamw, true, FLOOR, "n master state step skip zero first wild beside")
 
 #define C(op, ...)                                                                                 \
     {                                                                                              \

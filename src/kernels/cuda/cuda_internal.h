@@ -24,7 +24,9 @@ typedef struct {
     char name[16];
     int index;
     bool counting_only; /* no stream, no libraries */
-    cudaStream_t stream;
+    int few_sms;        /* multiprocessors that ctx->few takes and ctx->shared leaves to it */
+    cudaStream_t main, stream; /* stream: where operators are queued, main but between enter and
+                                  leave */
     const ith_cuda_libs *libs;
     cublasLtHandle_t lt;
     cudnnHandle_t dnn;
@@ -32,7 +34,8 @@ typedef struct {
     ith_sdpa_cache *sdpas;
     struct {
         cudaStream_t stream;
-        cudaEvent_t forked, marks[ITH_QUEUE_MARKS];
+        cudaEvent_t forked, *marks; /* made as they are asked for */
+        int64_t num_marks, cap_marks;
     } queues[ITH_QUEUES];
     cudaEvent_t *stamps; /* made as they are asked for: profiling only */
     int64_t num_stamps, cap_stamps;
@@ -89,6 +92,7 @@ typedef struct {
     void *d;
     int64_t lda, ldb, ldd;
     ith_dtype in, out;
+    int64_t sms; /* multiprocessors it should take; 0: all */
 } ith_matmul;
 enum { ITH_MATMUL_WORKSPACE_BYTES = 64 << 20 };
 ith_status ith_matmul_cache_create(ith_matmul_cache **out, ith_error *err);

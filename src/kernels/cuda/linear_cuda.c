@@ -38,7 +38,8 @@ static ith_status linear_forward(ith_ctx *ctx, ith_tensor y, ith_tensor x, ith_t
                     .ldb = leading(x),
                     .ldd = leading(y),
                     .in = x.dtype,
-                    .out = y.dtype};
+                    .out = y.dtype,
+                    .sms = ctx->shared ? ITH_CUDA_SMS - ith_cuda_of(ctx)->few_sms : 0};
     ith_grouped plain = {.kind = ITH_GROUPED_FORWARD,
                          .out = y,
                          .a = x,

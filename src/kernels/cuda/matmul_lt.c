@@ -13,7 +13,7 @@ enum { ENTRIES = 256 };
 typedef struct {
     int64_t m, n, k, lda, ldb, ldd;
     int64_t transpose_a, transpose_b, accumulate, in, out;
-    int64_t align_a, align_b, align_d; /* bytes, a power of two up to 256 */
+    int64_t sms, align_a, align_b, align_d; /* bytes, a power of two up to 256 */
 } matmul_key;
 
 typedef struct {
@@ -59,6 +59,7 @@ static matmul_key key_of(const ith_matmul *p)
         .accumulate = p->accumulate,
         .in = p->in,
         .out = p->out,
+        .sms = p->sms,
         .align_a = alignment(p->a),
         .align_b = alignment(p->b),
         .align_d = alignment(p->d),
@@ -118,6 +119,12 @@ static ith_status describe(ith_ctx *ctx, matmul_entry *e)
                      lt->cublasLtMatmulDescSetAttribute(e->op, CUBLASLT_MATMUL_DESC_TRANSB, &ops[1],
                                                         sizeof ops[1]),
                      "transpose of B"));
+    int32_t sms = (int32_t)k->sms;
+    if (sms)
+        ITH_TRY(check_lt(ctx,
+                         lt->cublasLtMatmulDescSetAttribute(
+                             e->op, CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, &sms, sizeof sms),
+                         "multiprocessors"));
     ITH_TRY(check_lt(
         ctx, lt->cublasLtMatrixLayoutCreate(&e->a, in, (uint64_t)a_rows, (uint64_t)a_cols, k->lda),
         "layout of A"));

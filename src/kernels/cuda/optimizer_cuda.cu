@@ -3,7 +3,7 @@
  * Every operation of AdamW is rounded by itself (the __f*_rn intrinsics forbid contraction), in the
  * order that ops.h states, so all backends give the same bits. 30 bytes per parameter with an fp32
  * master and moments, 16 with bf16 weights and moments. */
-#include "kernels/cuda/common.cuh"
+#include "kernels/cuda/hopper.cuh"
 
 #include <math.h>
 
@@ -33,6 +33,7 @@ struct adamw_args {
     float decay, step_size, v_factor, eps;
     uint64_t seed, step, first;
     bool zero_grad;
+    bool plain; /* eps and v_factor lie where plain_div needs them */
 };
 
 /* Word 0 of ith_philox. */
@@ -62,13 +63,77 @@ __device__ __forceinline__ bf16 stochastic(float value, uint32_t random)
     return __ushort_as_bfloat16((uint16_t)((__float_as_uint(value) + (random & 0xffffu)) >> 16));
 }
 
-/* The new parameter; m and v become the new moments, unrounded. */
-__device__ __forceinline__ float update(const adamw_args &a, float p, float &m, float &v, float g)
+/* 2^LOW <= |x| < 2^HIGH. */
+template <int LOW, int HIGH> __device__ __forceinline__ bool within(float x)
 {
-    m = __fadd_rn(__fmul_rn(a.beta1, m), __fmul_rn(a.rest1, g));
-    v = __fadd_rn(__fmul_rn(a.beta2, v), __fmul_rn(__fmul_rn(a.rest2, g), g));
-    float denominator = __fadd_rn(__fmul_rn(__fsqrt_rn(v), a.v_factor), a.eps);
-    return __fsub_rn(__fmul_rn(p, a.decay), __fdiv_rn(__fmul_rn(a.step_size, m), denominator));
+    return (__float_as_uint(x) & 0x7fffffffu) - ((uint32_t)(LOW + 127) << 23) <
+           ((uint32_t)(HIGH - LOW) << 23);
+}
+
+/* What __fsqrt_rn and __fdiv_rn do where nothing under- or overflows on the way, without their
+ * branches: the same bits. */
+__device__ __forceinline__ float plain_sqrt(float x)
+{
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    float root = __fmul_rn(x, r);
+    return __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(r, 0.5f), root);
+}
+
+__device__ __forceinline__ float plain_div(float x, float y)
+{
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(y));
+    r = __fmaf_rn(r, __fmaf_rn(-y, r, 1.0f), r);
+    float quotient = __fmul_rn(x, r);
+    return __fmaf_rn(r, __fmaf_rn(-y, quotient, x), quotient);
+}
+
+/* New parameters p and moments m, v, unrounded; g before it is scaled. */
+template <int N>
+__device__ __forceinline__ void update(const adamw_args &a, float scale, float (&p)[N],
+                                       float (&m)[N], float (&v)[N], const float (&g)[N])
+{
+    float step[N], change[N];
+    bool plain = a.plain;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        float scaled = __fmul_rn(scale, g[j]);
+        m[j] = __fadd_rn(__fmul_rn(a.beta1, m[j]), __fmul_rn(a.rest1, scaled));
+        v[j] = __fadd_rn(__fmul_rn(a.beta2, v[j]), __fmul_rn(__fmul_rn(a.rest2, scaled), scaled));
+        step[j] = __fmul_rn(a.step_size, m[j]);
+        plain = plain && within<-100, 60>(v[j]) && within<-76, 40>(step[j]);
+        change[j] = plain_div(step[j], __fadd_rn(__fmul_rn(plain_sqrt(v[j]), a.v_factor), a.eps));
+    }
+    if (!plain)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            change[j] =
+                __fdiv_rn(step[j], __fadd_rn(__fmul_rn(__fsqrt_rn(v[j]), a.v_factor), a.eps));
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        p[j] = __fsub_rn(__fmul_rn(p[j], a.decay), change[j]);
+}
+
+/* Element i and those behind it. */
+template <typename W, typename M, int N>
+__device__ __forceinline__ void store(const adamw_args &a, W *w, float *master, M *m, M *v,
+                                      int64_t i, const float (&p)[N], const float (&mm)[N],
+                                      const float (&vv)[N])
+{
+    store_f32<M, N>(m + i, mm);
+    store_f32<M, N>(v + i, vv);
+    if (master)
+        store_f32<float, N>(master + i, p);
+    if (master || sizeof(W) == 4) {
+        store_f32<W, N>(w + i, p);
+    } else {
+        vec<bf16, N> out;
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            out.v[j] = stochastic(p[j], philox_word(a.seed, a.step, a.first + i + j));
+        *reinterpret_cast<vec<bf16, N> *>(w + i) = out;
+    }
 }
 
 /* N elements per thread; W: type of w, M: of m and v; master may be NULL. */
@@ -89,22 +154,8 @@ __global__ void adamw_kernel(adamw_args a, W *__restrict__ w, float *__restrict_
                 load_any<float, N>(p, master + i);
             else
                 load_any<W, N>(p, w + i);
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                p[j] = update(a, p[j], mm[j], vv[j], __fmul_rn(scale, g[j]));
-            store_f32<M, N>(m + i, mm);
-            store_f32<M, N>(v + i, vv);
-            if (master)
-                store_f32<float, N>(master + i, p);
-            if (master || sizeof(W) == 4) {
-                store_f32<W, N>(w + i, p);
-            } else {
-                vec<bf16, N> out;
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    out.v[j] = stochastic(p[j], philox_word(a.seed, a.step, a.first + i + j));
-                *reinterpret_cast<vec<bf16, N> *>(w + i) = out;
-            }
+            update<N>(a, scale, p, mm, vv, g);
+            store<W, M, N>(a, w, master, m, v, i, p, mm, vv);
         }
         if (a.zero_grad) {
             float none[N];
@@ -113,6 +164,77 @@ __global__ void adamw_kernel(adamw_args a, W *__restrict__ w, float *__restrict_
                 none[j] = 0;
             store_f32<float, N>(grad + i, none);
         }
+    }
+}
+
+/* The same by few blocks, each on a multiprocessor of its own: the copy engine brings the next
+ * tiles while one is worked on, for the loads of the threads alone do not keep up. P: what p is
+ * read from, master or w. */
+template <typename W, typename M, typename P> struct few {
+    enum {
+        THREADS = 1024,
+        TILE = THREADS * 4,
+        STAGES = 3,
+        STAGE_BYTES = TILE * (int)(sizeof(float) + sizeof(P) + 2 * sizeof(M)),
+        BYTES = STAGES * STAGE_BYTES
+    };
+};
+
+template <typename W, typename M, typename P>
+__global__ void __launch_bounds__(1024, 1)
+    adamw_few(adamw_args a, W *w, float *master, M *m, M *v, const float *grad,
+              const float *__restrict__ scale_at, int64_t n)
+{
+    typedef few<W, M, P> L;
+    extern __shared__ __align__(128) char stages[];
+    __shared__ uint64_t full[L::STAGES];
+    const P *from = sizeof(P) == sizeof(float) && master ? (const P *)master : (const P *)w;
+    float scale = scale_at[0];
+    int64_t stride = (int64_t)gridDim.x * L::TILE, next = blockIdx.x * (int64_t)L::TILE;
+    auto bring = [&](int stage) {
+        if (next < n) {
+            uint32_t count = (uint32_t)(n - next < L::TILE ? n - next : L::TILE),
+                     to = shared_at(stages + stage * L::STAGE_BYTES), bar = shared_at(full + stage);
+            barrier_expect(bar, count * (uint32_t)(sizeof(float) + sizeof(P) + 2 * sizeof(M)));
+            copy_bytes(to, grad + next, count * 4, bar);
+            copy_bytes(to += L::TILE * 4, from + next, count * (uint32_t)sizeof(P), bar);
+            copy_bytes(to += L::TILE * sizeof(P), m + next, count * (uint32_t)sizeof(M), bar);
+            copy_bytes(to + L::TILE * sizeof(M), v + next, count * (uint32_t)sizeof(M), bar);
+        }
+        next += stride;
+    };
+    if (scale < 0)
+        return;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < L::STAGES; s++)
+            barrier_init(shared_at(full + s), 1);
+        barrier_init_done();
+        for (int s = 0; s < L::STAGES; s++)
+            bring(s);
+    }
+    __syncthreads();
+    int stage = 0;
+    uint32_t parity = 0;
+    for (int64_t tile = blockIdx.x * (int64_t)L::TILE; tile < n; tile += stride) {
+        int64_t i = tile + threadIdx.x * 4;
+        const char *at = stages + stage * L::STAGE_BYTES;
+        float g[4] = {0}, p[4] = {0}, mm[4] = {0}, vv[4] = {0};
+        barrier_wait(shared_at(full + stage), parity);
+        if (i < n) {
+            load_any<float, 4>(g, (const float *)at + threadIdx.x * 4);
+            load_any<P, 4>(p, (const P *)(at += L::TILE * 4) + threadIdx.x * 4);
+            load_any<M, 4>(mm, (const M *)(at += L::TILE * sizeof(P)) + threadIdx.x * 4);
+            load_any<M, 4>(vv, (const M *)(at + L::TILE * sizeof(M)) + threadIdx.x * 4);
+        }
+        __syncthreads();
+        if (threadIdx.x == 0)
+            bring(stage);
+        if (i < n) {
+            update<4>(a, scale, p, mm, vv, g);
+            store<W, M, 4>(a, w, master, m, v, i, p, mm, vv);
+        }
+        stage = stage + 1 < L::STAGES ? stage + 1 : 0;
+        parity ^= stage == 0;
     }
 }
 
@@ -132,6 +254,7 @@ static adamw_args args_of(ith_adamw_hyper h, uint64_t seed, int64_t first, bool 
     a.step = (uint64_t)h.step;
     a.first = (uint64_t)first;
     a.zero_grad = zero_grad;
+    a.plain = a.eps >= 0x1p-40f && a.eps <= 1 && a.v_factor >= 1 && a.v_factor <= 1024;
     return a;
 }
 
@@ -158,6 +281,44 @@ static void launch(cudaStream_t stream, const adamw_args &a, ith_tensor w, ith_t
             (const float *)scale.data, n);
 }
 
+template <typename W, typename M, typename P>
+static ith_status launch_few(ith_ctx *ctx, const adamw_args &a, ith_tensor w, ith_tensor master,
+                             ith_tensor m, ith_tensor v, ith_tensor grad, ith_tensor scale)
+{
+    typedef few<W, M, P> L;
+    int64_t n = ith_numel(w);
+    ITH_CUDA_TRY(ctx,
+                 cudaFuncSetAttribute(adamw_few<W, M, P>,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, L::BYTES),
+                 w);
+    unsigned grid = grid_of(n, L::TILE, ith_cuda_of(ctx)->few_sms);
+    adamw_few<W, M, P><<<grid, L::THREADS, L::BYTES, ith_cuda_stream(ctx)>>>(
+        a, (W *)w.data, (float *)master.data, (M *)m.data, (M *)v.data, (const float *)grad.data,
+        (const float *)scale.data, n);
+    return ITH_OK;
+}
+
+/* Copies of the engine are multiples of 16 bytes. */
+static bool fits_few(const adamw_args &a, ith_tensor w, ith_tensor master, ith_tensor m,
+                     ith_tensor v, ith_tensor grad)
+{
+    return !a.zero_grad && ith_numel(w) % 8 == 0 && aligned_16(w) && aligned_16(master) &&
+           aligned_16(m) && aligned_16(v) && aligned_16(grad);
+}
+
+template <typename W, typename M>
+static ith_status run_typed(ith_ctx *ctx, const adamw_args &a, ith_tensor w, ith_tensor master,
+                            ith_tensor m, ith_tensor v, ith_tensor grad, ith_tensor scale)
+{
+    if (!ctx->few || !fits_few(a, w, master, m, v, grad))
+        launch<W, M>(ith_cuda_stream(ctx), a, w, master, m, v, grad, scale);
+    else if (is_absent(master))
+        ITH_TRY((launch_few<W, M, W>(ctx, a, w, master, m, v, grad, scale)));
+    else
+        ITH_TRY((launch_few<W, M, float>(ctx, a, w, master, m, v, grad, scale)));
+    return ITH_CUDA_LAUNCHED(ctx, w);
+}
+
 static ith_status adamw(ith_ctx *ctx, ith_tensor w, ith_tensor master, ith_tensor m, ith_tensor v,
                         ith_tensor grad, ith_tensor scale, ith_adamw_hyper hyper, uint64_t seed,
                         int64_t first, bool zero_grad)
@@ -166,14 +327,11 @@ static ith_status adamw(ith_ctx *ctx, ith_tensor w, ith_tensor master, ith_tenso
         return ITH_OK;
     ITH_ASSERT(m.dtype == v.dtype);
     adamw_args a = args_of(hyper, seed, first, zero_grad);
-    cudaStream_t stream = ith_cuda_stream(ctx);
     ITH_BY_TYPE(w.dtype, {
         if (m.dtype == ITH_BF16)
-            launch<T, bf16>(stream, a, w, master, m, v, grad, scale);
-        else
-            launch<T, float>(stream, a, w, master, m, v, grad, scale);
+            return run_typed<T, bf16>(ctx, a, w, master, m, v, grad, scale);
+        return run_typed<T, float>(ctx, a, w, master, m, v, grad, scale);
     });
-    return ITH_CUDA_LAUNCHED(ctx, w);
 }
 
 void ith_cuda_fill_optimizer(struct ith_backend *b)
