@@ -7,6 +7,7 @@
 #include "base/checked.h"
 #include "base/file.h"
 #include "checkpoint/model_dir.h"
+#include "cli/launch.h"
 #include "model/media_open.h"
 
 static void add_stop(ith_answering *a, int64_t id)
@@ -117,6 +118,21 @@ ith_status ith_answering_check_ranks(const ith_args *args, const char *command, 
     return ith_args_given(args, "ep-size") && !ith_args_flag(args, "cut-weights")
                ? ith_fail(err, ITH_ERR_USAGE, "%s: --ep-size goes with --cut-weights", command)
                : ITH_OK;
+}
+
+ith_status ith_answering_run(const ith_args *args, double timeout_s,
+                             ith_status (*command)(const ith_args *, ith_comm *, ith_error *),
+                             ith_error *err)
+{
+    ith_comm *world = NULL;
+    ITH_TRY(ith_comm_open_world(&world, timeout_s, err));
+    ith_status status = command(args, world, err);
+    if (status != ITH_OK && world->broken)
+        ith_end_all_ranks(world, status, err);
+    if (world->rank > 0) /* agreed: rank 0 tells it */
+        status = ITH_OK;
+    ith_comm_close(world);
+    return status;
 }
 
 ith_status ith_add_message(json_t *messages, const char *role, const char *text, int64_t len,

@@ -127,6 +127,10 @@ void ith_answering_close(ith_answering *a);
 /* What the options say of these ranks, cp_size of which share a prompt. check: before. */
 ith_ranks_options ith_answering_ranks(const ith_args *args, ith_comm *world, int64_t cp_size);
 ith_status ith_answering_check_ranks(const ith_args *args, const char *command, ith_error *err);
+/* Runs a command of these ranks; an error is told once, by rank 0 where they agree on it. */
+ith_status ith_answering_run(const ith_args *args, double timeout_s,
+                             ith_status (*command)(const ith_args *, ith_comm *, ith_error *),
+                             ith_error *err);
 ith_decoder_options ith_answering_decoder(const ith_answering *a, const ith_args *args,
                                           int64_t batch, int64_t capacity, int64_t max_append);
 /* {role, content} appended to an array of messages. */

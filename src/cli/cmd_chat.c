@@ -9,7 +9,6 @@
 #include "base/log.h"
 #include "cli/block_answering.h"
 #include "cli/commands.h"
-#include "cli/launch.h"
 #include "cli/terminal.h"
 
 /* Tokens of one append with images: the tower's memory is planned for as many. */
@@ -385,15 +384,7 @@ static ith_status chat(const ith_args *args, ith_comm *world, ith_error *err)
 
 static ith_status run_chat(const ith_args *args, ith_error *err)
 {
-    ith_comm *world = NULL;
-    ITH_TRY(ith_comm_open_world(&world, CHAT_TIMEOUT_S, err));
-    ith_status status = chat(args, world, err);
-    if (status != ITH_OK && world->broken)
-        ith_end_all_ranks(world, status, err);
-    if (world->rank > 0) /* agreed: rank 0 tells it */
-        status = ITH_OK;
-    ith_comm_close(world);
-    return status;
+    return ith_answering_run(args, CHAT_TIMEOUT_S, chat, err);
 }
 
 static const ith_option options[] = {{.name = "context",

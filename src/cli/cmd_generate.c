@@ -14,7 +14,6 @@
 #include "base/log.h"
 #include "cli/block_answering.h"
 #include "cli/commands.h"
-#include "cli/launch.h"
 #include "cli/terminal.h"
 
 #define ANSWER_TIMEOUT_S 18000 /* of a rank that does not end its round */
@@ -656,15 +655,7 @@ static ith_status generate(const ith_args *args, ith_comm *world, ith_error *err
 
 static ith_status run_generate(const ith_args *args, ith_error *err)
 {
-    ith_comm *world = NULL;
-    ITH_TRY(ith_comm_open_world(&world, ANSWER_TIMEOUT_S, err));
-    ith_status status = generate(args, world, err);
-    if (status != ITH_OK && world->broken)
-        ith_end_all_ranks(world, status, err);
-    if (world->rank > 0) /* agreed: rank 0 tells it */
-        status = ITH_OK;
-    ith_comm_close(world);
-    return status;
+    return ith_answering_run(args, ANSWER_TIMEOUT_S, generate, err);
 }
 
 static const ith_option options[] = {{.name = "prompt",
