@@ -101,6 +101,20 @@ ith_status ith_block_attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int6
                                       !b->bidirectional);
 }
 
+ith_status ith_block_fill_cache(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
+                                const ith_attention_in *in, T rows, T *k, T *v)
+{
+    int64_t all = ith_qkv_width(m->config),
+            kv = m->config->num_key_value_heads * m->config->head_dim;
+    T at = ith_row_range(cache->k, l, l + 1);
+    *k = ith_tensor_3d(at.data, at.dtype, at.shape[1], at.shape[2], at.shape[3]);
+    at = ith_row_range(cache->v, l, l + 1);
+    *v = ith_tensor_3d(at.data, at.dtype, at.shape[1], at.shape[2], at.shape[3]);
+    ITH_TRY(ith_scatter_rows(ctx, ith_heads_2d(*k), ith_heads_2d(in->k), rows));
+    return ith_scatter_rows(ctx, ith_heads_2d(*v), ith_col_range(m->acts[l].qkv, all - kv, all),
+                            rows);
+}
+
 ith_status ith_block_output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                       ith_attention_in *in)
 {

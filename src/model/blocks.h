@@ -81,6 +81,11 @@ ith_status ith_block_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b
 /* a->o and a->lse (pushed on the workspace when absent) from in->heads. */
 ith_status ith_block_attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                             const ith_attention_in *in);
+/* Decoding: k and v of these tokens become rows `rows` of layer l of the cache, whose k and v,
+ * [rows, Hkv, Dh], come back. */
+ith_status ith_block_fill_cache(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
+                                const ith_attention_in *in, ith_tensor rows, ith_tensor *k,
+                                ith_tensor *v);
 /* in->o from a->o. */
 ith_status ith_block_output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                       ith_attention_in *in);

@@ -34,11 +34,6 @@ static int64_t q_width(const ith_hf_config *c)
     return c->num_attention_heads * c->head_dim;
 }
 
-static int64_t kv_width(const ith_hf_config *c)
-{
-    return c->num_key_value_heads * c->head_dim;
-}
-
 static int64_t shared_width(const ith_hf_config *c)
 {
     return c->moe_intermediate_size * c->num_shared_experts;
@@ -523,12 +518,6 @@ static ith_status llada2_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b
  * New rows of a sequence are one block that sees itself whole and all that is cached. Its keys and
  * values go to the cache's next rows; decoding the block again overwrites them. */
 
-static T cache_layer(T cache, int64_t l)
-{
-    T t = ith_row_range(cache, l, l + 1);
-    return ith_tensor_3d(t.data, t.dtype, t.shape[1], t.shape[2], t.shape[3]);
-}
-
 /* The rows of sequence b as one cache for each of n queries: none hides a row from another. */
 static T cache_for_queries(T cache, const ith_kv_cache *kv, int64_t b, int64_t n)
 {
@@ -560,17 +549,14 @@ static ith_status attention_decode(ith_model *m, ith_ctx *ctx, int64_t l, const 
 static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                ith_kv_cache *cache, T rows, bool prefill)
 {
-    const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    int64_t q = q_width(c), kv = kv_width(c), mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ith_attention_in in = {0};
-    T k = cache_layer(cache->k, l), v = cache_layer(cache->v, l);
+    T k, v;
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
-    ITH_TRY(ith_scatter_rows(ctx, ith_heads_2d(k), ith_heads_2d(in.k), rows));
-    ITH_TRY(
-        ith_scatter_rows(ctx, ith_heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
+    ITH_TRY(ith_block_fill_cache(m, ctx, l, cache, &in, rows, &k, &v));
     ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
     ITH_TRY(prefill ? ith_block_attend(m, ctx, b, l, &in)
                     : attention_decode(m, ctx, l, cache, k, v, &in));

@@ -505,12 +505,6 @@ static ith_status qwen3_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
  * ------------------------------------------------------------------------------------------------------
  */
 
-static T cache_layer(T cache, int64_t l)
-{
-    T t = ith_row_range(cache, l, l + 1);
-    return ith_tensor_3d(t.data, t.dtype, t.shape[1], t.shape[2], t.shape[3]);
-}
-
 /* o of the new rows against their sequences' caches. */
 static ith_status attention_decode(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
                                    T k, T v, const ith_attention_in *in)
@@ -533,17 +527,13 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE),
-            kv = c->num_key_value_heads * c->head_dim;
+    int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ith_attention_in in = {0};
-    T o_out, k = cache_layer(cache->k, l), v = cache_layer(cache->v, l);
+    T o_out, k, v;
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
-    int64_t q = c->num_attention_heads * c->head_dim;
-    ITH_TRY(ith_scatter_rows(ctx, ith_heads_2d(k), ith_heads_2d(in.k), rows));
-    ITH_TRY(
-        ith_scatter_rows(ctx, ith_heads_2d(v), ith_col_range(a->qkv, q + kv, q + 2 * kv), rows));
+    ITH_TRY(ith_block_fill_cache(m, ctx, l, cache, &in, rows, &k, &v));
     ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
     ITH_TRY(prefill ? ith_block_attend(m, ctx, b, l, &in)
                     : attention_decode(m, ctx, l, cache, k, v, &in));
