@@ -1,6 +1,7 @@
 /* Batching: which samples go together, the packed arrays, ends of epochs, ranks and resume. Samples
  * are made from lengths; composition rules are those of LlamaFactory v1. */
 #include "testing.h"
+#include "thirds.h"
 
 #include <math.h>
 
@@ -424,16 +425,6 @@ static void test_epoch_covers_every_sample_once(void **state)
                 }
             }
         ith_samples_close(samples);
-    }
-}
-
-/* Rank *arg of three has rows [2k, 2k + 2) of each half of the tokens. */
-static void third_of_each_half(const void *arg, int64_t tokens, int64_t ranges[4])
-{
-    int64_t k = *(const int64_t *)arg, half = tokens / 2;
-    for (int i = 0; i < 2; i++) {
-        ranges[2 * i] = i * half + k * (half / 3);
-        ranges[2 * i + 1] = k < 2 ? ranges[2 * i] + half / 3 : i ? tokens : half;
     }
 }
 

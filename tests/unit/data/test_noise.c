@@ -3,6 +3,7 @@
  * Method: small samples with draws worked out by hand; then the drawn noise in the two ways a
  * sample can be batched; then the counts that the rules for leaving rows out must give. */
 #include "testing.h"
+#include "thirds.h"
 
 #include "base/checked.h"
 #include "data/noise.h"
@@ -527,16 +528,6 @@ static void test_limits_hold_for_every_option(void **state)
             assert_true(b.cu_seqlens[d + 1] - b.cu_seqlens[d] <= l.max_doc_tokens);
         clean_end(&c);
         ith_noiser_destroy(n);
-    }
-}
-
-/* Rank *arg of three has a third of each half of the rows. */
-static void third_of_each_half(const void *arg, int64_t rows, int64_t ranges[4])
-{
-    int64_t k = *(const int64_t *)arg, half = rows / 2;
-    for (int i = 0; i < 2; i++) {
-        ranges[2 * i] = i * half + k * (half / 3);
-        ranges[2 * i + 1] = k < 2 ? ranges[2 * i] + half / 3 : i ? rows : half;
     }
 }
 
