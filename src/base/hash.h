@@ -8,6 +8,7 @@ typedef struct {
     uint32_t state[8];
     uint64_t total;
     uint8_t block[64];
+    bool instructions; /* of the CPU; what init finds, and tests take away */
 } ith_sha256;
 
 void ith_sha256_init(ith_sha256 *h);

@@ -355,27 +355,45 @@ static ith_status read_added_tokens(loader *l, const json_t *list)
     return ITH_OK;
 }
 
-/* Blanks what the scanner has read, so that places in errors stay right. */
-static void blank(char *text, ith_span span)
+static void put_blank(ith_buf *out, const char *text, int64_t len, bool in_place)
 {
-    for (int64_t i = span.begin + 1; i + 1 < span.end; i++)
-        if (text[i] != '\n')
-            text[i] = ' ';
+    for (int64_t i = 0; in_place && i < len; i++)
+        ith_buf_putc(out, text[i] == '\n' ? '\n' : ' ');
+}
+
+/* Everything but what the scanner reads: the two spans are left empty, or, in place, filled with
+ * blanks, so that places in errors are right. */
+static ith_status parse_without(loader *l, const ith_map *map, ith_span vocab, ith_span merges,
+                                bool in_place, json_t **out)
+{
+    ith_buf rest = {0};
+    ith_span spans[2] = {vocab.begin < merges.begin ? vocab : merges,
+                         vocab.begin < merges.begin ? merges : vocab};
+    int64_t at = 0;
+    for (int i = 0; i < 2; i++) {
+        const char *c = map->data + spans[i].begin;
+        if (spans[i].begin == spans[i].end || (*c != '{' && *c != '['))
+            continue;
+        ith_buf_append(&rest, map->data + at, spans[i].begin + 1 - at);
+        at = spans[i].end - 1;
+        put_blank(&rest, map->data + spans[i].begin + 1, at - spans[i].begin - 1, in_place);
+    }
+    ith_buf_append(&rest, map->data + at, map->size - at);
+    ith_status status = ith_buf_check(&rest, "tokenizer.json", l->err);
+    if (status == ITH_OK)
+        status = ith_json_parse(out, rest.data, rest.len, l->path.data, l->err);
+    ith_buf_deinit(&rest);
+    return status;
 }
 
 static ith_status parse_rest(loader *l, const ith_map *map, ith_span vocab, ith_span merges,
                              json_t **out)
 {
-    ith_buf copy = {0};
-    ith_buf_append(&copy, map->data, map->size);
-    ith_status status = ith_buf_check(&copy, "tokenizer.json", l->err);
-    if (status == ITH_OK) {
-        blank(copy.data, vocab);
-        blank(copy.data, merges);
-        status = ith_json_parse(out, copy.data, copy.len, l->path.data, l->err);
-    }
-    ith_buf_deinit(&copy);
-    return status;
+    ith_status status = parse_without(l, map, vocab, merges, false, out);
+    if (status != ITH_ERR_FORMAT)
+        return status;
+    ith_error_clear(l->err);
+    return parse_without(l, map, vocab, merges, true, out);
 }
 
 static ith_status read_tables(loader *l, const ith_map *map, ith_span vocab, ith_span merges)

@@ -2,7 +2,7 @@
  *
  * A tokenizer.json of 11 MB holds 300,000 small JSON values in model.vocab and model.merges; as a
  * tree they cost most of the loading time. This reader finds the two spans, reads them strictly
- * (UTF-8, escapes, commas), and leaves everything else, with the spans blanked, to base/json.h. */
+ * (UTF-8, escapes, commas), and leaves everything else to base/json.h. */
 #include "tokenizer/tokenizer_internal.h"
 
 typedef struct {
@@ -64,12 +64,36 @@ static bool skip_value(scanner *s, ith_span *out)
     return depth == 0 && out->end > out->begin;
 }
 
-typedef struct {
+typedef struct wanted {
     const char *key;
     ith_span *out;
+    const struct wanted *inner; /* keys wanted of the object that it is */
+    int num_inner;
 } wanted;
 
-/* Spans of the wanted keys of the object at s->at. */
+static bool find_keys(scanner *s, const wanted *keys, int num_keys);
+
+/* The value at s->at, of a wanted key or of another one (NULL). */
+static bool find_value(scanner *s, const wanted *key)
+{
+    ith_span value;
+    skip_blank(s);
+    if (key && key->out->end > key->out->begin)
+        return false; /* twice */
+    value.begin = s->at;
+    if (key && key->inner && s->at < s->end && s->text[s->at] == '{') {
+        if (!find_keys(s, key->inner, key->num_inner))
+            return false;
+        value.end = s->at;
+    } else if (!skip_value(s, &value)) {
+        return false;
+    }
+    if (key)
+        *key->out = value;
+    return true;
+}
+
+/* Spans of the wanted keys of the object at s->at, which ends up behind it. */
 static bool find_keys(scanner *s, const wanted *keys, int num_keys)
 {
     skip_blank(s);
@@ -77,23 +101,22 @@ static bool find_keys(scanner *s, const wanted *keys, int num_keys)
         return false;
     for (;;) {
         skip_blank(s);
-        if (s->at < s->end && s->text[s->at] == '}')
+        if (s->at < s->end && s->text[s->at] == '}') {
+            s->at++;
             return true;
+        }
         int64_t key = s->at + 1;
         if (s->at >= s->end || s->text[s->at] != '"' || !skip_string(s))
             return false;
         int64_t key_len = s->at - 1 - key;
-        skip_blank(s);
-        ith_span value;
-        if (s->at >= s->end || s->text[s->at++] != ':' || !skip_value(s, &value))
-            return false;
+        const wanted *found = NULL;
         for (int i = 0; i < num_keys; i++)
             if ((int64_t)strlen(keys[i].key) == key_len &&
-                memcmp(keys[i].key, s->text + key, (size_t)key_len) == 0) {
-                if (keys[i].out->end > keys[i].out->begin)
-                    return false; /* twice */
-                *keys[i].out = value;
-            }
+                memcmp(keys[i].key, s->text + key, (size_t)key_len) == 0)
+                found = &keys[i];
+        skip_blank(s);
+        if (s->at >= s->end || s->text[s->at++] != ':' || !find_value(s, found))
+            return false;
         skip_blank(s);
         if (s->at < s->end && s->text[s->at] == ',')
             s->at++;
@@ -107,14 +130,9 @@ bool ith_scan_find(const char *text, int64_t len, ith_span *vocab, ith_span *mer
     scanner s = {.text = text, .end = len};
     if (len >= 3 && memcmp(text, "\xef\xbb\xbf", 3) == 0)
         s.at = 3;
-    const wanted top[] = {{"model", &model}};
-    if (!find_keys(&s, top, 1))
-        return false;
-    if (model.begin == model.end || text[model.begin] != '{')
-        return true;
-    const wanted inner[] = {{"vocab", vocab}, {"merges", merges}};
-    scanner in = {.text = text, .at = model.begin, .end = model.end};
-    return find_keys(&in, inner, 2);
+    const wanted inner[] = {{"vocab", vocab, NULL, 0}, {"merges", merges, NULL, 0}};
+    const wanted top = {"model", &model, inner, 2};
+    return find_keys(&s, &top, 1);
 }
 
 int64_t ith_scan_count(const char *text, ith_span span)

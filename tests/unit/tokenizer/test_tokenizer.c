@@ -439,6 +439,8 @@ static void test_open_json_variants(void **state)
         {"\"content\": \"<think>\"", "\"content\": \"\"", "content"},
         {"\"content\": \"<think>\"", "\"content\": \"a\"", "vocabulary"},
         {"\"version\": \"1.0\"", "\"version\": 1.0.0", "tokenizer.json:2:"},
+        {"\"merges\": [", "\"x\": 1.0.0, \"merges\": [", "tokenizer.json:304:9: "},
+        {"\"vocab\": {", "\"vocab\": null, \"words\": {", "an object of tokens"},
         {"\"model\"", "\"model\": 3, \"other\"", "model"},
     };
     ith_buf good = {0};
