@@ -1,15 +1,17 @@
-/* attention_block.c - attention of a layer, forward and backward, on one rank or many: Qwen3 and
- * LLaDA2 have the same one under other masks. */
-#include "model/blocks.h"
+/* attention_block.c - attention of a layer, forward and backward, on one rank or many: families
+ * have the same one under other masks, and Qwen3.5 with gates; and the projection in front of any
+ * mixer. */
+#include "model/delta_block.h"
 
 typedef ith_tensor T;
 
 ith_qkv ith_block_split_qkv(const ith_hf_config *c, T qkv)
 {
-    int64_t q = c->num_attention_heads * c->head_dim, kv = c->num_key_value_heads * c->head_dim;
+    int64_t kv = c->num_key_value_heads * c->head_dim, q = qkv.shape[1] - 2 * kv;
     ith_qkv s = {ith_split_heads(ith_col_range(qkv, 0, q), c->num_attention_heads),
                  ith_split_heads(ith_col_range(qkv, q, q + kv), c->num_key_value_heads),
                  ith_split_heads(ith_col_range(qkv, q + kv, q + 2 * kv), c->num_key_value_heads)};
+    s.q.shape[2] = c->head_dim;
     return s;
 }
 
@@ -36,9 +38,18 @@ ith_status ith_block_push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_clas
     return ith_push(ctx, where, "attention lse", ITH_F32, rows, heads, &a->lse);
 }
 
-/* n1 and qkv. */
-static ith_status make_qkv(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, bool forward,
-                           ith_attention_in *in)
+ith_status ith_block_push_projection(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t l,
+                                     int64_t t, T *out)
+{
+    int64_t room = ith_delta_room(m, l);
+    ITH_TRY(ith_push(ctx, where, "mixer projection", m->dtype, room + t,
+                     ith_layer_param(m, l, ITH_P_QKV)->shape[0], out));
+    *out = ith_row_range(*out, room, room + t);
+    return ITH_OK;
+}
+
+ith_status ith_block_project(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                             bool forward, ith_mixer_in *in)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
@@ -55,24 +66,25 @@ static ith_status make_qkv(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64
                              &in->rstd1));
     }
     if (forward)
-        ITH_TRY(
-            ith_rmsnorm_forward(ctx, in->n1, a->x, in->rstd1, m->delta, m->residual, w, eps, 0.0f));
+        ITH_TRY(ith_rmsnorm_forward(ctx, in->n1, a->x, in->rstd1, m->delta, m->residual, w, eps,
+                                    m->norm_offset));
     else if (!kept)
-        ITH_TRY(ith_rmsnorm_forward(ctx, in->n1, none, in->rstd1, a->x, none, w, eps, 0.0f));
+        ITH_TRY(
+            ith_rmsnorm_forward(ctx, in->n1, none, in->rstd1, a->x, none, w, eps, m->norm_offset));
     if (!kept_qkv)
-        ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "qkv", m->dtype, t, ith_qkv_width(c), &a->qkv));
+        ITH_TRY(ith_block_push_projection(m, ctx, ITH_MEM_WORKSPACE, l, t, &a->qkv));
     if (kept_qkv && !forward)
         return ITH_OK;
     return ith_linear_forward(ctx, a->qkv, in->n1, ith_layer_param(m, l, ITH_P_QKV)->w, false);
 }
 
 ith_status ith_block_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                  bool forward, ith_attention_in *in)
+                                  bool forward, ith_mixer_in *in)
 {
     const ith_hf_config *c = m->config;
     const ith_layer_acts *a = &m->acts[l];
     bool kept = a->q.ndim != 0;
-    ITH_TRY(make_qkv(m, ctx, b, l, forward, in));
+    ITH_TRY(ith_block_project(m, ctx, b, l, forward, in));
     in->q = a->q;
     in->k = a->k;
     in->q_rstd = a->q_rstd;
@@ -85,13 +97,13 @@ ith_status ith_block_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b
         ITH_TRY(ith_qk_norm_rope_forward(
             ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
             ith_layer_param(m, l, ITH_P_Q_NORM)->w, ith_layer_param(m, l, ITH_P_K_NORM)->w,
-            m->rope_cos, m->rope_sin, b->position_ids, (float)c->rms_norm_eps, 0.0f));
+            m->rope_cos, m->rope_sin, b->position_ids, (float)c->rms_norm_eps, m->norm_offset));
     return ith_ulysses_to_heads(m->mesh, ctx, b->group_tokens, (ith_qkv){in->q, in->k, s.v},
                                 &in->heads);
 }
 
 ith_status ith_block_attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                            const ith_attention_in *in)
+                            const ith_mixer_in *in)
 {
     ith_layer_acts *a = &m->acts[l];
     if (!a->o.ndim)
@@ -101,22 +113,8 @@ ith_status ith_block_attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int6
                                       !b->bidirectional);
 }
 
-ith_status ith_block_fill_cache(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
-                                const ith_attention_in *in, T rows, T *k, T *v)
-{
-    int64_t all = ith_qkv_width(m->config),
-            kv = m->config->num_key_value_heads * m->config->head_dim;
-    T at = ith_row_range(cache->k, l, l + 1);
-    *k = ith_tensor_3d(at.data, at.dtype, at.shape[1], at.shape[2], at.shape[3]);
-    at = ith_row_range(cache->v, l, l + 1);
-    *v = ith_tensor_3d(at.data, at.dtype, at.shape[1], at.shape[2], at.shape[3]);
-    ITH_TRY(ith_scatter_rows(ctx, ith_heads_2d(*k), ith_heads_2d(in->k), rows));
-    return ith_scatter_rows(ctx, ith_heads_2d(*v), ith_col_range(m->acts[l].qkv, all - kv, all),
-                            rows);
-}
-
 ith_status ith_block_output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                      ith_attention_in *in)
+                                      ith_mixer_in *in)
 {
     const ith_hf_config *c = m->config;
     return ith_ulysses_to_tokens(m->mesh, ctx, b->group_tokens, c->num_attention_heads,
@@ -126,7 +124,7 @@ ith_status ith_block_output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batc
 /* ---- backward ---- */
 
 ith_status ith_block_output_again(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                  ith_attention_in *in)
+                                  ith_mixer_in *in)
 {
     if (!m->acts[l].o.ndim) {
         ITH_TRY(ith_block_attention_in(m, ctx, b, l, false, in));
@@ -135,32 +133,92 @@ ith_status ith_block_output_again(ith_model *m, ith_ctx *ctx, const ith_batch *b
     return in->o.ndim ? ITH_OK : ith_block_output_to_tokens(m, ctx, b, l, in);
 }
 
-ith_status ith_block_attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                        ith_attention_in *in, T do_, T dx)
+ith_status ith_block_attend_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                     const ith_mixer_in *in, T do_, T dproj)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
-    const ith_param *wqkv = ith_layer_param(m, l, ITH_P_QKV),
-                    *qn = ith_layer_param(m, l, ITH_P_Q_NORM),
-                    *kn = ith_layer_param(m, l, ITH_P_K_NORM),
-                    *norm = ith_layer_param(m, l, ITH_P_INPUT_NORM);
-    T do_heads, dqkv;
-    ith_qkv dheads;
-    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "qkv gradient", m->dtype, b->num_tokens,
-                     ith_qkv_width(c), &dqkv));
+    const ith_param *qn = ith_layer_param(m, l, ITH_P_Q_NORM),
+                    *kn = ith_layer_param(m, l, ITH_P_K_NORM);
+    ith_qkv s = ith_block_split_qkv(c, a->qkv), ds = ith_block_split_qkv(c, dproj), dtokens = ds,
+            dheads;
+    T do_heads;
+    if (ith_cp_size(m->mesh) > 1 && ds.q.stride[1] != c->head_dim) /* packed: without the gates */
+        ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "q gradient", m->dtype, ds.q.shape[0],
+                               ds.q.shape[1], c->head_dim, &dtokens.q));
     ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->num_key_value_heads,
                                            do_, &do_heads));
-    ith_qkv s = ith_block_split_qkv(c, a->qkv), ds = ith_block_split_qkv(c, dqkv);
-    ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, ds, &dheads));
+    ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, dtokens, &dheads));
     ITH_TRY(ith_ring_attention_backward(m->mesh, ctx, b->group_tokens, dheads, do_heads, in->heads,
                                         a->o, a->lse, b->seqs, ith_score_scale(c->head_dim),
                                         !b->bidirectional));
-    ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, ds, dheads));
-    ITH_TRY(ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, ds.q, ds.k, s.q, s.k,
-                                      in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos,
-                                      m->rope_sin, b->position_ids, 0.0f));
-    ITH_TRY(ith_linear_backward_weight(ctx, wqkv->grad, dqkv, in->n1));
+    ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, dtokens, dheads));
+    return ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, dtokens.q, ds.k, s.q, s.k,
+                                     in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos, m->rope_sin,
+                                     b->position_ids, m->norm_offset);
+}
+
+ith_status ith_block_project_backward(ith_model *m, ith_ctx *ctx, int64_t l, ith_mixer_in *in,
+                                      T dproj, T dx)
+{
+    const ith_param *w = ith_layer_param(m, l, ITH_P_QKV),
+                    *norm = ith_layer_param(m, l, ITH_P_INPUT_NORM);
+    ITH_TRY(ith_linear_backward_weight(ctx, w->grad, dproj, in->n1));
     T dn1 = in->n1; /* n1 was read for the last time */
-    ITH_TRY(ith_linear_backward_input(ctx, dn1, dqkv, wqkv->w, false));
-    return ith_rmsnorm_backward(ctx, dx, norm->grad, dn1, dx, a->x, in->rstd1, norm->w, 0.0f);
+    ITH_TRY(ith_linear_backward_input(ctx, dn1, dproj, w->w, false));
+    return ith_rmsnorm_backward(ctx, dx, norm->grad, dn1, dx, m->acts[l].x, in->rstd1, norm->w,
+                                m->norm_offset);
+}
+
+/* ---- decode ---- */
+
+int64_t ith_block_cache_index(const ith_hf_config *c, int64_t l)
+{
+    int64_t n = 0;
+    for (int64_t i = 0; i < l; i++)
+        n += c->layer_is_linear[i] == c->layer_is_linear[l];
+    return n;
+}
+
+/* Keys or values of a layer: [rows, Hkv, Dh]. */
+static T cache_layer(T all, int64_t idx)
+{
+    T t = ith_row_range(all, idx, idx + 1);
+    return ith_tensor_3d(t.data, t.dtype, t.shape[1], t.shape[2], t.shape[3]);
+}
+
+/* The same by sequences: [B, C, Hkv, Dh]. */
+static T cache_sequences(const ith_kv_cache *cache, T t)
+{
+    return ith_tensor_4d(t.data, t.dtype, 4, cache->batch, cache->capacity, t.shape[1], t.shape[2]);
+}
+
+ith_status ith_block_fill_cache(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
+                                const ith_mixer_in *in, T rows, T *k, T *v)
+{
+    T qkv = m->acts[l].qkv;
+    int64_t idx = ith_block_cache_index(m->config, l), all = qkv.shape[1],
+            kv = m->config->num_key_value_heads * m->config->head_dim;
+    *k = cache_layer(cache->k, idx);
+    *v = cache_layer(cache->v, idx);
+    ITH_TRY(ith_scatter_rows(ctx, ith_heads_2d(*k), ith_heads_2d(in->k), rows));
+    return ith_scatter_rows(ctx, ith_heads_2d(*v), ith_col_range(qkv, all - kv, all), rows);
+}
+
+ith_status ith_block_attend_cache(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                  const ith_kv_cache *cache, T rows, bool prefill,
+                                  const ith_mixer_in *in)
+{
+    ith_layer_acts *a = &m->acts[l];
+    ith_cache_parts part;
+    T k, v;
+    ITH_TRY(ith_block_fill_cache(m, ctx, l, cache, in, rows, &k, &v));
+    if (prefill)
+        return ith_block_attend(m, ctx, b, l, in);
+    ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
+    ITH_TRY(ith_cache_parts_open(cache->mesh, ctx, a->o, &part));
+    ITH_TRY(ith_attention_decode(ctx, part.o, part.lse, in->q, cache_sequences(cache, k),
+                                 cache_sequences(cache, v), cache->lengths,
+                                 ith_score_scale(m->config->head_dim)));
+    return ith_cache_parts_close(cache->mesh, ctx, a->o, &part);
 }

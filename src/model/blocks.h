@@ -1,5 +1,5 @@
 /* blocks.h - the parts of a decoder layer that families share (attention_block.c, expert_mlp.c,
- * offload.c, qwen3.c).
+ * offload.c, qwen3.c); delta_block.h has another mixer.
  *
  * They read m->norm_offset and the usual entries of layer_param, and work on m->acts[l]. */
 #ifndef ITH_MODEL_BLOCKS_H
@@ -42,11 +42,6 @@ static inline float ith_score_scale(int64_t dim)
     return (float)(1.0 / __builtin_sqrt((double)dim));
 }
 
-static inline int64_t ith_qkv_width(const ith_hf_config *c)
-{
-    return (c->num_attention_heads + 2 * c->num_key_value_heads) * c->head_dim;
-}
-
 /* ---- parts of a layer ---- */
 
 /* Parameters of a layer whose experts are separate matrices in the file, gate_up and down. */
@@ -57,16 +52,34 @@ ith_status ith_block_open(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool t
 /* The balance is that of all tokens of the group: after the last layer. */
 ith_status ith_block_sum_balance(const ith_model *m, ith_ctx *ctx);
 
-/* Attention of a layer with one qkv product and a norm on each head of q and k:
- *   n1 = norm(x)   qkv = n1 Wqkv^T   q', k' = rope(norm_head(q, k))   o = attention(q', k', v)
- * What it reads; in the layer's workspace, or what acts kept. */
+/* What the mixer of a layer reads, attention or Gated DeltaNet; in the layer's workspace, or what
+ * acts kept. Heads are this rank's, of all N tokens of its group. */
 typedef struct {
-    ith_tensor n1, rstd1, q, k, q_rstd, k_rstd; /* n1 absent: not made yet */
-    ith_qkv heads;                              /* of this rank's heads, all tokens of its group */
+    ith_tensor n1, rstd1; /* absent: not made yet */
+    /* Attention: q and k after norm and RoPE, all heads of this rank's tokens; what travelled. */
+    ith_tensor q, k, q_rstd, k_rstd;
+    ith_qkv heads;
+    ith_tensor u, b, a, conv, g,
+        beta;     /* Gated DeltaNet: what convolution and gates read and make */
     ith_tensor o; /* output of this rank's tokens, all heads; absent: not there yet */
-} ith_attention_in;
+} ith_mixer_in;
 
-/* Views of one [T, (Hq + 2 Hkv) Dh] buffer. */
+/* What one product makes of n1 = norm(x) for t tokens: room for it, and where a linear layer wants
+ * that, for the rows in front. */
+ith_status ith_block_push_projection(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t l,
+                                     int64_t t, ith_tensor *out);
+/* in->n1 and a->qkv. forward: x = residual + delta, which gives a->x, too; else x is there, and
+ * only what was not kept is made again, by the same operators: the same bits. */
+ith_status ith_block_project(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                             bool forward, ith_mixer_in *in);
+/* dproj: gradient of the projection. dx: in, what reaches x past the mixer; out, all of x's
+ * gradient. in->n1 is overwritten. */
+ith_status ith_block_project_backward(ith_model *m, ith_ctx *ctx, int64_t l, ith_mixer_in *in,
+                                      ith_tensor dproj, ith_tensor dx);
+
+/* Attention of a layer with a norm on each head of q and k:
+ *   [q | k | v] = n1 Wqkv^T   q', k' = rope(norm_head(q, k))   o = attention(q', k', v)
+ * Views of the projection; where each head of q has a gate, that lies behind it. */
 ith_qkv ith_block_split_qkv(const ith_hf_config *c, ith_tensor qkv);
 /* q' and k' of t tokens with their statistics. */
 ith_status ith_block_push_qk(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t t,
@@ -74,28 +87,33 @@ ith_status ith_block_push_qk(ith_model *m, ith_ctx *ctx, ith_mem_class where, in
 /* a->o and a->lse of the ring slice of n tokens of the group, this rank's heads. */
 ith_status ith_block_push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
                                         ith_layer_acts *a, int64_t n);
-/* Everything of `in` but o. forward: x = residual + delta, which gives a->x, too; else x is there,
- * and only what was not kept is made again, by the same operators: the same bits. */
+/* Everything of `in` but o. forward: see ith_block_project. */
 ith_status ith_block_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                  bool forward, ith_attention_in *in);
+                                  bool forward, ith_mixer_in *in);
 /* a->o and a->lse (pushed on the workspace when absent) from in->heads. */
 ith_status ith_block_attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                            const ith_attention_in *in);
-/* Decoding: k and v of these tokens become rows `rows` of layer l of the cache, whose k and v,
- * [rows, Hkv, Dh], come back. */
-ith_status ith_block_fill_cache(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
-                                const ith_attention_in *in, ith_tensor rows, ith_tensor *k,
-                                ith_tensor *v);
+                            const ith_mixer_in *in);
+/* dproj from do_ [T,Hq,Dh], the gradient of in->o; of gates nothing. */
+ith_status ith_block_attend_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                     const ith_mixer_in *in, ith_tensor do_, ith_tensor dproj);
 /* in->o from a->o. */
 ith_status ith_block_output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                      ith_attention_in *in);
+                                      ith_mixer_in *in);
 /* For backward: in->o, making a->o and what it reads again when it was not kept. */
 ith_status ith_block_output_again(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                  ith_attention_in *in);
-/* do_: [T,Hq,Dh] gradient of o. dx: in, what reaches x past attention; out, all of x's gradient.
- * in->n1 is overwritten. */
-ith_status ith_block_attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                        ith_attention_in *in, ith_tensor do_, ith_tensor dx);
+                                  ith_mixer_in *in);
+
+/* Decoding. Layers below l of its kind, full attention or linear: its place in a cache. */
+int64_t ith_block_cache_index(const ith_hf_config *c, int64_t l);
+/* k and v of these tokens become rows `rows` of layer l of the cache, whose k and v,
+ * [rows, Hkv, Dh], come back. */
+ith_status ith_block_fill_cache(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
+                                const ith_mixer_in *in, ith_tensor rows, ith_tensor *k,
+                                ith_tensor *v);
+/* The same, and a->o: each new row sees its sequence up to itself. */
+ith_status ith_block_attend_cache(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                  const ith_kv_cache *cache, ith_tensor rows, bool prefill,
+                                  const ith_mixer_in *in);
 
 /* Dense layers. x2 = x + o_out and m->delta = MLP(norm(x2)), in tiles; backward: dx in, the
  * gradient of the layer's output; out, that of x2. */

@@ -94,8 +94,9 @@ static ith_status declare_layer(ith_model *m, int64_t l, ith_error *err)
     const ith_hf_config *c = m->config;
     int64_t d = c->hidden_size, dh = c->head_dim;
     ITH_TRY(declare_one(m, l, "input_norm", "input_layernorm", 1, d, 1, ITH_P_INPUT_NORM, err));
-    ITH_TRY(declare_one(m, l, "qkv", "attention.query_key_value", 2, ith_qkv_width(c), d, ITH_P_QKV,
-                        err));
+    ITH_TRY(declare_one(m, l, "qkv", "attention.query_key_value", 2,
+                        (c->num_attention_heads + 2 * c->num_key_value_heads) * c->head_dim, d,
+                        ITH_P_QKV, err));
     ITH_TRY(declare_one(m, l, "q_norm", "attention.query_layernorm", 1, dh, 1, ITH_P_Q_NORM, err));
     ITH_TRY(declare_one(m, l, "k_norm", "attention.key_layernorm", 1, dh, 1, ITH_P_K_NORM, err));
     ITH_TRY(declare_one(m, l, "o", "attention.dense", 2, d, q_width(c), ITH_P_O, err));
@@ -279,7 +280,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
         ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, b->group_tokens));
     if (keep != ITH_KEEP_ALL)
         return ITH_OK;
-    ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, ith_qkv_width(c), &a->qkv));
+    ITH_TRY(ith_block_push_projection(m, ctx, ITH_MEM_ACTIVATIONS, l, t, &a->qkv));
     ITH_TRY(
         ith_push(ctx, ITH_MEM_ACTIVATIONS, "middle residual", m->dtype, n, c->hidden_size, &a->x2));
     if (c->layer_is_moe[l])
@@ -341,7 +342,7 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
 {
     ith_layer_acts *a = &m->acts[l];
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    ith_attention_in in = {0};
+    ith_mixer_in in = {0};
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, training));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
@@ -384,7 +385,7 @@ static ith_status llada2_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
 
 /* Makes o, lse and x2 again when the layer kept less. */
 static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                   ith_attention_in *in)
+                                   ith_mixer_in *in)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
@@ -467,23 +468,25 @@ static ith_status output_gradient(ith_model *m, ith_ctx *ctx, const ith_batch *b
 
 /* dx2: gradient of x2 at the rows that are read; dx: in, of x2 at all rows; out, that of x. */
 static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                     ith_attention_in *in, T dx2, T dx)
+                                     ith_mixer_in *in, T dx2, T dx)
 {
     const ith_hf_config *c = m->config;
-    T do_;
+    T do_, dqkv;
     if (!in->n1.ndim)
         ITH_TRY(ith_block_attention_in(m, ctx, b, l, false, in));
     ITH_TRY(ith_block_output_again(m, ctx, b, l, in));
     ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype,
                            b->num_tokens, c->num_attention_heads, c->head_dim, &do_));
     ITH_TRY(output_gradient(m, ctx, b, l, ith_heads_2d(do_), dx2, ith_heads_2d(in->o)));
-    return ith_block_attention_backward(m, ctx, b, l, in, do_, dx);
+    ITH_TRY(ith_block_push_projection(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens, &dqkv));
+    ITH_TRY(ith_block_attend_backward(m, ctx, b, l, in, do_, dqkv));
+    return ith_block_project_backward(m, ctx, l, in, dqkv, dx);
 }
 
 static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
 {
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    ith_attention_in in = {0};
+    ith_mixer_in in = {0};
     T dx2, rows = rows_behind(m, b, l);
     ITH_TRY(ith_offload_fetch(m, ctx, l));
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
@@ -529,7 +532,7 @@ static T cache_for_queries(T cache, const ith_kv_cache *kv, int64_t b, int64_t n
 
 /* o of the blocks against their sequences' caches. */
 static ith_status attention_decode(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
-                                   T k, T v, const ith_attention_in *in)
+                                   T k, T v, const ith_mixer_in *in)
 {
     T o = m->acts[l].o;
     int64_t n = o.shape[0] / cache->batch;
@@ -551,7 +554,7 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
 {
     ith_layer_acts *a = &m->acts[l];
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    ith_attention_in in = {0};
+    ith_mixer_in in = {0};
     T k, v;
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));

@@ -9,6 +9,7 @@
 #include <stdio.h>
 
 #include "base/rng.h"
+#include "model/delta_block.h"
 
 #define PARAM_ALIGN 128 /* elements: 256 bytes of bf16 */
 #define STAGING_ELEMENTS ((int64_t)1 << 20)
@@ -707,10 +708,9 @@ ith_status ith_model_place_cache(ith_model *model, ith_ctx *ctx, int64_t batch, 
     cache->conv = cache->state = ith_tensor_none();
     if (!linear)
         return ITH_OK;
-    int64_t width = 2 * c->linear_num_key_heads * c->linear_key_head_dim +
-                    c->linear_num_value_heads * c->linear_value_head_dim;
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "convolution inputs", model->dtype, 3,
-                         linear * batch, c->linear_conv_kernel_dim - 1, width, 1, &cache->conv));
+                         linear * batch, c->linear_conv_kernel_dim - 1, ith_delta_conv_width(c), 1,
+                         &cache->conv));
     return ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "Gated DeltaNet state", ITH_F32, 4,
                         linear * batch, c->linear_num_value_heads, c->linear_key_head_dim,
                         c->linear_value_head_dim, &cache->state);

@@ -14,8 +14,7 @@
 
 typedef ith_tensor T;
 
-/* ---- parameters
- * ------------------------------------------------------------------------------------- */
+/* ---- parameters ---- */
 
 static ith_status declare_norm(ith_model *m, const char *ours, const char *hf, int64_t width,
                                int32_t *out, ith_error *err)
@@ -109,8 +108,7 @@ static ith_status qwen3_declare(ith_model *m, ith_error *err)
                                false, err);
 }
 
-/* ---- what both directions share
- * ------------------------------------------------------------------------ */
+/* ---- what both directions share ---- */
 
 static ith_status push_norm(ith_ctx *ctx, ith_mem_class where, ith_dtype dtype, int64_t t,
                             int64_t d, T *n, T *rstd)
@@ -119,8 +117,7 @@ static ith_status push_norm(ith_ctx *ctx, ith_mem_class where, ith_dtype dtype, 
     return ith_ctx_push(ctx, where, "norm statistics", ITH_F32, 1, t, 1, 1, 1, rstd);
 }
 
-/* ---- experts
- * ------------------------------------------------------------------------------------------- */
+/* ---- experts ---- */
 
 /* Saved or made-again tensors of an expert layer on class `where`. */
 static ith_status push_experts(ith_model *m, ith_ctx *ctx, ith_mem_class where, ith_layer_acts *a,
@@ -190,8 +187,7 @@ static ith_status experts_backward(ith_model *m, ith_ctx *ctx, const ith_batch *
     return ITH_OK;
 }
 
-/* ---- forward
- * ---------------------------------------------------------------------------------------------- */
+/* ---- forward ---- */
 
 static int64_t mlp_tile(const ith_model *m, int64_t l, int64_t t)
 {
@@ -278,7 +274,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     if (keep <= ITH_KEEP_ATTENTION)
         ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, b->group_tokens));
     if (keep == ITH_KEEP_ALL) {
-        ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "qkv", m->dtype, t, ith_qkv_width(c), &a->qkv));
+        ITH_TRY(ith_block_push_projection(m, ctx, ITH_MEM_ACTIVATIONS, l, t, &a->qkv));
         ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "middle residual", m->dtype, t, c->hidden_size,
                          &a->x2));
         if (c->layer_is_moe[l])
@@ -316,7 +312,7 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    ith_attention_in in = {0};
+    ith_mixer_in in = {0};
     T o_out;
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, training));
@@ -374,13 +370,11 @@ static ith_status qwen3_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     return ith_add(ctx, hidden, m->residual, m->delta);
 }
 
-/* ---- backward
- * ---------------------------------------------------------------------------------------------------
- */
+/* ---- backward ---- */
 
 /* Makes o, lse and x2 again when the layer kept less. */
 static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                   ith_attention_in *in)
+                                   ith_mixer_in *in)
 {
     const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
@@ -461,11 +455,11 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
 
 /* dx: in, the gradient of x2; out, that of x. */
 static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                     ith_attention_in *in, T dx)
+                                     ith_mixer_in *in, T dx)
 {
     const ith_hf_config *c = m->config;
     const ith_param *wo = ith_layer_param(m, l, ITH_P_O);
-    T do_;
+    T do_, dqkv;
     if (!in->n1.ndim)
         ITH_TRY(ith_block_attention_in(m, ctx, b, l, false, in));
     ITH_TRY(ith_block_output_again(m, ctx, b, l, in));
@@ -473,13 +467,15 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
                            b->num_tokens, c->num_attention_heads, c->head_dim, &do_));
     ITH_TRY(ith_linear_backward_input(ctx, ith_heads_2d(do_), dx, wo->w, false));
     ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, ith_heads_2d(in->o)));
-    return ith_block_attention_backward(m, ctx, b, l, in, do_, dx);
+    ITH_TRY(ith_block_push_projection(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens, &dqkv));
+    ITH_TRY(ith_block_attend_backward(m, ctx, b, l, in, do_, dqkv));
+    return ith_block_project_backward(m, ctx, l, in, dqkv, dx);
 }
 
 static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
 {
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    ith_attention_in in = {0};
+    ith_mixer_in in = {0};
     ITH_TRY(ith_offload_fetch(m, ctx, l));
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(ith_model_open_grads(m, ctx, l));
@@ -501,42 +497,19 @@ static ith_status qwen3_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     return ith_embedding_backward(ctx, m->params[m->embed].grad, dhidden, b->ids);
 }
 
-/* ---- decode
- * ------------------------------------------------------------------------------------------------------
- */
-
-/* o of the new rows against their sequences' caches. */
-static ith_status attention_decode(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
-                                   T k, T v, const ith_attention_in *in)
-{
-    const ith_hf_config *c = m->config;
-    ith_layer_acts *a = &m->acts[l];
-    ith_cache_parts part;
-    T k4 = ith_tensor_4d(k.data, k.dtype, 4, cache->batch, cache->capacity, c->num_key_value_heads,
-                         c->head_dim);
-    T v4 = ith_tensor_4d(v.data, v.dtype, 4, cache->batch, cache->capacity, c->num_key_value_heads,
-                         c->head_dim);
-    ITH_TRY(ith_cache_parts_open(cache->mesh, ctx, a->o, &part));
-    ITH_TRY(ith_attention_decode(ctx, part.o, part.lse, in->q, k4, v4, cache->lengths,
-                                 ith_score_scale(c->head_dim)));
-    return ith_cache_parts_close(cache->mesh, ctx, a->o, &part);
-}
+/* ---- decode ---- */
 
 static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                ith_kv_cache *cache, T rows, bool prefill)
 {
     const ith_hf_config *c = m->config;
-    ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    ith_attention_in in = {0};
-    T o_out, k, v;
+    ith_mixer_in in = {0};
+    T o_out;
     ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
-    ITH_TRY(ith_block_fill_cache(m, ctx, l, cache, &in, rows, &k, &v));
-    ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
-    ITH_TRY(prefill ? ith_block_attend(m, ctx, b, l, &in)
-                    : attention_decode(m, ctx, l, cache, k, v, &in));
+    ITH_TRY(ith_block_attend_cache(m, ctx, b, l, cache, rows, prefill, &in));
     ITH_TRY(ith_block_output_to_tokens(m, ctx, b, l, &in));
     ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size,
                      &o_out));
@@ -560,8 +533,7 @@ static ith_status qwen3_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     return ith_add(ctx, hidden, m->residual, m->delta);
 }
 
-/* ---- for other families (blocks.h)
- * ---------------------------------------------------------------------------------------- */
+/* ---- for other families (blocks.h) ---- */
 
 ith_status ith_block_open(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
 {
