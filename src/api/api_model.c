@@ -138,8 +138,7 @@ void ithaca_sampling_init(const ithaca_model *model, ithaca_sampling *sampling)
                                   .thinking = -1};
 }
 
-/* ---- answers ----------------------------------------------------------------------------------
- */
+/* ---- answers ---- */
 
 typedef struct {
     ithaca_model *model;

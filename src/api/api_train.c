@@ -22,8 +22,7 @@ ithaca_status ith_api_status(ith_status status, const ith_error *from, ithaca_er
     return ith_exit_code(status) == 2 ? ITHACA_WRONG : ITHACA_FAILED;
 }
 
-/* ---- log: one function for the whole process, as the sink below it ----------------------------
- */
+/* ---- log: one function for the whole process, as the sink below it ---- */
 
 static struct {
     void (*log)(void *arg, ithaca_log_level level, const char *text);
@@ -48,8 +47,7 @@ void ithaca_set_log(void (*log)(void *arg, ithaca_log_level level, const char *t
     ith_log_set_sink(log ? sink : NULL, NULL);
 }
 
-/* ---- training ---------------------------------------------------------------------------------
- */
+/* ---- training ---- */
 
 static int on_poll(void *arg)
 {

@@ -1,6 +1,9 @@
 /* file.c - files and directories over POSIX calls.
- * Invariants: 1. every read and write passes ith_fault_hit. 2. A writer never touches its final
- * path before commit. 3. No descriptor or temporary file survives abort. */
+ *
+ * Invariants:
+ *  1. Every read and write passes ith_fault_hit.
+ *  2. A writer never touches its final path before commit.
+ *  3. No descriptor or temporary file survives abort. */
 #include "base/file.h"
 
 #include "base/checked.h"

@@ -1,6 +1,8 @@
 /* mem.c - heap wrappers with fault injection, growable buffers, bump arenas.
- * Invariants: 1. fault counters are atomic, so any thread may allocate. 2. A buffer that failed
- * never changes. */
+ *
+ * Invariants:
+ *  1. Fault counters are atomic, so any thread may allocate.
+ *  2. A buffer that failed never changes. */
 #include "base/mem.h"
 
 #include "base/checked.h"

@@ -1,7 +1,9 @@
 /* pool.c - thread pool with one parallel loop at a time.
- * Invariants: 1. a loop is published under the mutex and ends when every piece was taken and every
- * worker has left it. 2. Workers spin briefly before they sleep, for a step consists of thousands
- * of short loops. */
+ *
+ * Invariants:
+ *  1. A loop is published under the mutex and ends when every piece was taken and every worker has
+ *     left it.
+ *  2. Workers spin briefly before they sleep, for a step consists of thousands of short loops. */
 #include "base/pool.h"
 
 #include "base/checked.h"

@@ -1,7 +1,10 @@
 /* experts.c - merge and split of expert weights as a stream.
- * Invariants: 1. every source tensor goes into exactly one output tensor or several whole slices of
- * it: bytes in = bytes out. 2. A shard below the partial directory that has a record was read back
- * and is right. 3. No model file stands in the output before all shards are right. */
+ *
+ * Invariants:
+ *  1. Every source tensor goes into exactly one output tensor or several whole slices of it: bytes
+ *     in = bytes out.
+ *  2. A shard below the partial directory that has a record was read back and is right.
+ *  3. No model file stands in the output before all shards are right. */
 #include "checkpoint/experts.h"
 
 #include "base/checked.h"

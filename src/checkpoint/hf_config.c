@@ -1,7 +1,9 @@
 /* hf_config.c - reads config.json and generation_config.json.
- * Invariants: 1. after a successful parse every size is positive and the struct is consistent
- * (heads divide, experts fit), so that model code only asserts. 2. An error names the key and what
- * would be right. */
+ *
+ * Invariants:
+ *  1. After a successful parse every size is positive and the struct is consistent (heads divide,
+ *     experts fit), so that model code only asserts.
+ *  2. An error names the key and what would be right. */
 #include "checkpoint/hf_config.h"
 
 #include "base/checked.h"

@@ -1,7 +1,10 @@
 /* model_dir.c - config and side files by copy, weights by merging the caller's tensors with the
  * source's.
- * Invariants: 1. every source tensor is written once, from the caller or bit for bit from the file;
- * the one exception is a tied duplicate. 2. The source directory is never written to. */
+ *
+ * Invariants:
+ *  1. Every source tensor is written once, from the caller or bit for bit from the file; the one
+ *     exception is a tied duplicate.
+ *  2. The source directory is never written to. */
 #include "checkpoint/model_dir.h"
 
 #include "base/json.h"

@@ -1,7 +1,10 @@
 /* safetensors_reader.c - maps weight files and checks every claim of their headers.
- * Invariants: 1. an entry is published only after its range was checked against the file. 2. Within
- * a file the entries, sorted by offset, tile the data exactly: no overlap, no hole, no rest. 3. A
- * name stands once in the whole set. */
+ *
+ * Invariants:
+ *  1. An entry is published only after its range was checked against the file.
+ *  2. Within a file the entries, sorted by offset, tile the data exactly: no overlap, no hole, no
+ *     rest.
+ *  3. A name stands once in the whole set. */
 #include "checkpoint/safetensors.h"
 
 #include "base/json.h"

@@ -1,8 +1,11 @@
 /* safetensors_writer.c - tensors into one file or shards with an index, by one process or many.
- * Invariants: 1. everything lies in a staging directory inside the target until commit, so a failed
- * or killed write leaves the target's files alone. 2. Bytes and their places depend on the declared
- * tensors, the options and the data only. 3. A sharded set becomes loadable with its index, the
- * last file. 4. Rank 0 makes files with their headers and moves them; all fill them. */
+ *
+ * Invariants:
+ *  1. Everything lies in a staging directory inside the target until commit, so a failed or killed
+ *     write leaves the target's files alone.
+ *  2. Bytes and their places depend on the declared tensors, the options and the data only.
+ *  3. A sharded set becomes loadable with its index, the last file.
+ *  4. Rank 0 makes files with their headers and moves them; all fill them. */
 #include "checkpoint/safetensors.h"
 
 #include "base/json.h"

@@ -5,13 +5,17 @@
  *     hf_model/                a Hugging Face directory, when asked for
  *     CHECKPOINT_COMPLETE      written last: names and sizes of all files above
  *
- * Invariants: 1. A save writes into checkpoint-STEP.tmp-PLACE-PID (file.h), syncs, writes
- * CHECKPOINT_COMPLETE, and renames; whatever moment it is killed at, the last complete checkpoint
- * stays. 2. A checkpoint counts only when CHECKPOINT_COMPLETE is there and every file it lists has
- * its size. 3. The newest complete checkpoint is never deleted. 4. Directories that this program
- * did not write are never deleted, whatever their names, nor what another process is writing. 5.
- * Only rank 0 makes, renames and deletes directories; files hold whole tensors by name, whichever
- * ranks wrote their parts. */
+ * Invariants:
+ *  1. A save writes into checkpoint-STEP.tmp-PLACE-PID (file.h), syncs, writes
+ *     CHECKPOINT_COMPLETE, and renames; whatever moment it is killed at, the last complete
+ *     checkpoint stays.
+ *  2. A checkpoint counts only when CHECKPOINT_COMPLETE is there and every file it lists has its
+ *     size.
+ *  3. The newest complete checkpoint is never deleted.
+ *  4. Directories that this program did not write are never deleted, whatever their names, nor
+ *     what another process is writing.
+ *  5. Only rank 0 makes, renames and deletes directories; files hold whole tensors by name,
+ *     whichever ranks wrote their parts. */
 #ifndef ITH_CHECKPOINT_TRAIN_STATE_H
 #define ITH_CHECKPOINT_TRAIN_STATE_H
 

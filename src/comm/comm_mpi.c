@@ -1,7 +1,10 @@
 /* comm_mpi.c - exchanges over MPI: libithaca_mpi.so, opened at run time by comm_self.c.
- * Invariants: 1. only this file knows MPI. 2. A block is sent in pieces of at most PIECE_BYTES, for
- * MPI counts in int; messages of a pair keep their order, so pieces need no names. 3. Waiting ends:
- * with the timeout, or when MPI reports a failure. */
+ *
+ * Invariants:
+ *  1. Only this file knows MPI.
+ *  2. A block is sent in pieces of at most PIECE_BYTES, for MPI counts in int; messages of a pair
+ *     keep their order, so pieces need no names.
+ *  3. Waiting ends: with the timeout, or when MPI reports a failure. */
 #include <mpi.h>
 #include <sched.h>
 #include <string.h>

@@ -4,9 +4,12 @@
  * listens, gets the table of all, connects to the ranks below it and is called by those above.
  * A second socket between two ranks is for last words: who fails says why on it, and hears why
  * others did, so that one rank tells the cause.
- * Invariants: 1. one socket between two ranks serves all groups that both are in: ranks make their
- * calls in the same order, so the bytes of a pair stay in order. 2. Waiting ends: with the timeout
- * (of the group, or MEETING_S while ranks meet), or when the other side is gone. */
+ *
+ * Invariants:
+ *  1. One socket between two ranks serves all groups that both are in: ranks make their calls in
+ *     the same order, so the bytes of a pair stay in order.
+ *  2. Waiting ends: with the timeout (of the group, or MEETING_S while ranks meet), or when the
+ *     other side is gone. */
 #include "comm/comm_tcp.h"
 
 #include <errno.h>

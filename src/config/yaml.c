@@ -1,7 +1,10 @@
 /* yaml.c - libyaml events to a tree; aliases, merge keys, duplicates, limits.
- * Invariants: 1. No recursion: open collections are frames on a stack of ITH_YAML_MAX_DEPTH.
- * 2. `budget` pays for every node and every pair a merge key copies, and expanded_nodes is checked
- * while a collection grows, so time and memory are linear in the input plus ITH_YAML_MAX_NODES. */
+ *
+ * Invariants:
+ *  1. No recursion: open collections are frames on a stack of ITH_YAML_MAX_DEPTH.
+ *  2. `budget` pays for every node and every pair a merge key copies, and expanded_nodes is
+ *     checked while a collection grows, so time and memory are linear in the input plus
+ *     ITH_YAML_MAX_NODES. */
 #include "config/yaml.h"
 
 #include "base/checked.h"

@@ -1,7 +1,9 @@
 /* batch_deal.c - heaviest items first, each to the lightest place that takes it; then places of
  * about equal work make a round.
- * Invariants: 1. every document of the step is in exactly one micro-batch. 2. nothing but lengths
- * and options decides. */
+ *
+ * Invariants:
+ *  1. Every document of the step is in exactly one micro-batch.
+ *  2. Nothing but lengths and options decides. */
 #include "data/batch_deal.h"
 
 #include "base/checked.h"

@@ -1,6 +1,8 @@
 /* batch_plan.c - composition rules of the batching strategies.
- * Invariants: 1. without carry_over every document of the epoch is in exactly one micro-batch. 2.
- * The permutation depends on seed and epoch alone, not on the strategy. */
+ *
+ * Invariants:
+ *  1. Without carry_over every document of the epoch is in exactly one micro-batch.
+ *  2. The permutation depends on seed and epoch alone, not on the strategy. */
 #include "data/batch_plan.h"
 
 #include "base/checked.h"

@@ -1,6 +1,9 @@
 /* batching.c - steps, packed arrays and resume over the plan of an epoch.
- * Invariants: 1. a step is a function of (options, lengths, epoch, cursor, carried documents),
- * which is what the state holds. 2. every rank knows the whole step and how it is dealt. */
+ *
+ * Invariants:
+ *  1. A step is a function of (options, lengths, epoch, cursor, carried documents), which is what
+ *     the state holds.
+ *  2. Every rank knows the whole step and how it is dealt. */
 #include "data/batching.h"
 
 #include "base/checked.h"

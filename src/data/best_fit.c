@@ -1,7 +1,9 @@
 /* best_fit.c - best-fit decreasing with a bitmap over the room left.
- * Invariants: 1. bit c of level 0 is set exactly when a bin with c tokens of room is in list
- * head[c]; bit w of level k + 1 when word w of level k is not zero. 2. Between runs all lists are
- * empty. */
+ *
+ * Invariants:
+ *  1. Bit c of level 0 is set exactly when a bin with c tokens of room is in list head[c]; bit w
+ *     of level k + 1 when word w of level k is not zero.
+ *  2. Between runs all lists are empty. */
 #include "data/best_fit.h"
 
 #include "base/checked.h"

@@ -1,6 +1,8 @@
 /* convert.c - drop reasons, format detection, and what all converters share.
- * Invariants: 1. a failed or dropped row leaves nothing in ith_converted but the reason. 2. Weights
- * are finite and >= 0. */
+ *
+ * Invariants:
+ *  1. A failed or dropped row leaves nothing in ith_converted but the reason.
+ *  2. Weights are finite and >= 0. */
 #include "data/convert_internal.h"
 
 #include "base/checked.h"

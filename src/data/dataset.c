@@ -1,6 +1,8 @@
 /* dataset.c - which files a data set consists of.
- * Invariants: 1. every part has at least one file, and every file exists when open returns.
- * 2. Rows of a part are numbered through its files in order. */
+ *
+ * Invariants:
+ *  1. Every part has at least one file, and every file exists when open returns.
+ *  2. Rows of a part are numbered through its files in order. */
 #include "data/dataset.h"
 
 #include "base/checked.h"

@@ -1,6 +1,8 @@
 /* json_rows.c - finds the rows of a JSON or JSON-lines file without parsing them.
- * Invariants: 1. rows lie inside the file, in order, do not overlap, and are not empty. 2. The scan
- * is linear: each byte is looked at a constant number of times. */
+ *
+ * Invariants:
+ *  1. Rows lie inside the file, in order, do not overlap, and are not empty.
+ *  2. The scan is linear: each byte is looked at a constant number of times. */
 #include "data/json_rows.h"
 
 #include "base/checked.h"

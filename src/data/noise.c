@@ -1,7 +1,10 @@
 /* noise.c - masks tokens and lays out the rows of diffusion training.
- * Invariants: 1. nothing is allocated after create. 2. A document's noisy rows are whole blocks in
- * order. 3. Rows left out are read by no loss row. 4. How a batch is laid out does not depend on
- * which rows are the own ones. */
+ *
+ * Invariants:
+ *  1. Nothing is allocated after create.
+ *  2. A document's noisy rows are whole blocks in order.
+ *  3. Rows left out are read by no loss row.
+ *  4. How a batch is laid out does not depend on which rows are the own ones. */
 #include "data/noise.h"
 
 #include <inttypes.h>

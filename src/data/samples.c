@@ -1,6 +1,8 @@
 /* samples.c - opening, reading and splitting tokenized samples.
- * Invariants: 1. entries and table agree (samples_sum checks what comes from a file). 2. A key is
- * never reused for other content: what decides ids, labels or weights goes into it. */
+ *
+ * Invariants:
+ *  1. Entries and table agree (samples_sum checks what comes from a file).
+ *  2. A key is never reused for other content: what decides ids, labels or weights goes into it. */
 #include "data/samples.h"
 
 #include "base/checked.h"

@@ -5,10 +5,13 @@
  * are cut to cutoff_len (the head is kept), or split into parts of at most cutoff_len; a cut that
  * would go through an image or a video is made before it. Samples without a trained token are
  * dropped and counted.
- * Invariants: 1. every stored sample has 1..cutoff_len ids and a target: a trained id after its
- * first. 2. The same bytes for any number of threads. 3. An `entry` is one place in an epoch; its
- * sample may be shared with another entry (size or weight above 1). 4. A recorded trajectory also
- * has the step of each id.
+ *
+ * Invariants:
+ *  1. Every stored sample has 1..cutoff_len ids and a target: a trained id after its first.
+ *  2. The same bytes for any number of threads.
+ *  3. An `entry` is one place in an epoch; its sample may be shared with another entry (size or
+ *     weight above 1).
+ *  4. A recorded trajectory also has the step of each id.
  *
  * With a cache folder the ids go to FOLDER/samples-KEY.bin while they are made (memory: a few
  * bytes per sample, whatever the length) and are mapped afterwards; without one they are kept in

@@ -1,9 +1,12 @@
 /* block_decoder.c - block by block, with a cache.
- * Invariants: 1. row b*C + p of a cache layer holds position p of sequence b (among ranks that
- * share sequences, the p-th of the positions that this rank holds); rows of the running block are
- * overwritten by every forward until its commit. 2. A written token is final, unless
- * edits are on. 3. Every step writes at least one token, unless its quota is 0 or no mask is left.
- * 4. Sequences that are done ride along; their results are not used. */
+ *
+ * Invariants:
+ *  1. Row b*C + p of a cache layer holds position p of sequence b (among ranks that share
+ *     sequences, the p-th of the positions that this rank holds); rows of the running block are
+ *     overwritten by every forward until its commit.
+ *  2. A written token is final, unless edits are on.
+ *  3. Every step writes at least one token, unless its quota is 0 or no mask is left.
+ *  4. Sequences that are done ride along; their results are not used. */
 #include "generate/block_decoder.h"
 
 #include <string.h>

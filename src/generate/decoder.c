@@ -1,8 +1,10 @@
 /* decoder.c - generation with a KV cache.
- * Invariants: 1. row b*C + p of a cache layer holds position p of sequence b; among ranks that
- * share sequences, the p-th of the positions that this rank holds. 2. held[b] counts valid rows;
- * rows beyond it are never read. 3. Sequences that are done ride along with their last token; their
- * results are not used. */
+ *
+ * Invariants:
+ *  1. Row b*C + p of a cache layer holds position p of sequence b; among ranks that share
+ *     sequences, the p-th of the positions that this rank holds.
+ *  2. held[b] counts valid rows; rows beyond it are never read.
+ *  3. Sequences that are done ride along with their last token; their results are not used. */
 #include "generate/decoder.h"
 
 #include <string.h>
@@ -472,8 +474,7 @@ ith_status ith_decoder_append_media(ith_decoder *d, const int32_t *const *ids,
     return append_piece(d, &p, ids, counts, media);
 }
 
-/* ---- generation
- * -------------------------------------------------------------------------------------------- */
+/* ---- generation ---- */
 
 typedef struct {
     ith_ids past; /* prompt and answer */

@@ -1,9 +1,11 @@
 /* dispatch.c - the public operators: check shapes, give scratch, call the backend.
- * Invariants: 1. while the plan counts, scratch is counted and nothing else happens. 2. Scratch is
- * released before the operator returns: on a stream the next operator may reuse it, for it runs
- * later in the same order.
- * 3. Without a plan (tests) scratch comes from the device for the length of the call, and the call
- * waits. */
+ *
+ * Invariants:
+ *  1. While the plan counts, scratch is counted and nothing else happens.
+ *  2. Scratch is released before the operator returns: on a stream the next operator may reuse it,
+ *     for it runs later in the same order.
+ *  3. Without a plan (tests) scratch comes from the device for the length of the call, and the
+ *     call waits. */
 #include "kernels/dispatch_internal.h"
 
 ith_status ith_ctx_push(ith_ctx *ctx, ith_mem_class c, const char *name, ith_dtype dtype, int ndim,

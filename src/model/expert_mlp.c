@@ -1,9 +1,11 @@
 /* expert_mlp.c - the experts' MLPs behind any router: rows of tokens, sorted by expert, through
  * gate_up, SwiGLU and down, here or on the ranks that have the experts
- * (parallel/expert_exchange.h). Invariants: 1. a->expert_out always lies with the tokens, so
- * routing weights never travel. 2. With expert parallelism gate_up is never kept: its rows are
- * other ranks', and how many is not known before the run; backward makes it again where the experts
- * are. */
+ * (parallel/expert_exchange.h).
+ *
+ * Invariants:
+ *  1. a->expert_out always lies with the tokens, so routing weights never travel.
+ *  2. With expert parallelism gate_up is never kept: its rows are other ranks', and how many is
+ *     not known before the run; backward makes it again where the experts are. */
 #include "model/blocks.h"
 #include "parallel/expert_exchange.h"
 

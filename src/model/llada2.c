@@ -7,10 +7,12 @@
  * w from the sigmoid router with groups (ops.h). No token of a layer sees another one but through
  * attention, so rows that nobody reads can be left out of a batch (data/noise.h does). Behind the
  * attention of the last layer only the labelled rows are read: the rest of it runs on them alone.
- * Invariants: 1. saved tensors are ITH_MEM_ACTIVATIONS in layer order, backward releases them in
- * reverse. 2. What backward makes again comes from the same operators on the same inputs. 3. The
- * selection bias is a buffer: read, used for the choice, never trained. 4. The embedding of
- * pad_token_id gets no gradient, as in the published code. */
+ *
+ * Invariants:
+ *  1. Saved tensors are ITH_MEM_ACTIVATIONS in layer order, backward releases them in reverse.
+ *  2. What backward makes again comes from the same operators on the same inputs.
+ *  3. The selection bias is a buffer: read, used for the choice, never trained.
+ *  4. The embedding of pad_token_id gets no gradient, as in the published code. */
 #include "model/llada2.h"
 
 #include "model/blocks.h"

@@ -1,7 +1,9 @@
 /* model.c - parameters: declared, placed in flat buffers, read from files.
- * Invariants: 1. every element of a parameter belongs to exactly one piece. 2. Flat offsets are
- * multiples of PARAM_ALIGN elements; the gaps stay zero in every buffer. 3. Parameters that stay
- * f32 lie behind all others, so each type is one stretch. */
+ *
+ * Invariants:
+ *  1. Every element of a parameter belongs to exactly one piece.
+ *  2. Flat offsets are multiples of PARAM_ALIGN elements; the gaps stay zero in every buffer.
+ *  3. Parameters that stay f32 lie behind all others, so each type is one stretch. */
 #include "model/model.h"
 
 #include <math.h>

@@ -1,7 +1,9 @@
 /* model_shard.c - a model whose buffers are cut among the ranks (parallel/shard.h): the gather and
  * release verbs of the walks, sums of gradients, and what each rank writes.
- * Invariants: 1. every rank calls these in the same order. 2. Parameters of a block that is not
- * whole are bound to its window only between its verbs. */
+ *
+ * Invariants:
+ *  1. Every rank calls these in the same order.
+ *  2. Parameters of a block that is not whole are bound to its window only between its verbs. */
 #include "model/model.h"
 
 #include <string.h>

@@ -1,15 +1,20 @@
 /* qwen3.c - Qwen3 and Qwen3-MoE: parameters, forward, backward below it in mirrored order, decode.
  *
  * Layer:  x = residual + delta
- *         n1 = norm(x)      qkv = n1 Wqkv^T      q', k' = rope(norm_head(q, k))      o =
- * attention(q', k', v) x2 = x + o Wo^T   n2 = norm(x2)        delta = MLP(n2) or experts(n2)
- * residual = x2 The stream between layers is a pair (residual, delta): the next norm adds them, so
- * no pass over memory only adds. Invariants: 1. tensors saved by forward are ITH_MEM_ACTIVATIONS in
- * layer order, backward releases them in reverse.
- * 2. What is made again in backward comes from the same operators on the same inputs: bit-equal to
- * forward's.
- * 3. A dense MLP runs in tiles of mlp_tile rows, forward and backward, so its width never meets all
- * rows at once. */
+ *         n1 = norm(x)      qkv = n1 Wqkv^T      q', k' = rope(norm_head(q, k))
+ *         o = attention(q', k', v)               x2 = x + o Wo^T
+ *         n2 = norm(x2)     delta = MLP(n2) or experts(n2)      residual = x2
+ *
+ * The stream between layers is a pair (residual, delta): the next norm adds them, so no pass over
+ * memory only adds.
+ *
+ * Invariants:
+ *  1. Tensors saved by forward are ITH_MEM_ACTIVATIONS in layer order, backward releases them in
+ *     reverse.
+ *  2. What is made again in backward comes from the same operators on the same inputs: bit-equal
+ *     to forward's.
+ *  3. A dense MLP runs in tiles of mlp_tile rows, forward and backward, so its width never meets
+ *     all rows at once. */
 #include "model/blocks.h"
 
 typedef ith_tensor T;

@@ -1,7 +1,10 @@
 /* vision.c - the vision tower, forward and backward.
  *
- * x0 = patches W^T + b + position table (bilinear)       block: x' = x + attention(LN1 x) Wo^T + bo
- * x = x' + gelu(LN2 x' W1^T + b1) W2^T + b2      features = gelu(LN(x) merged Wm1^T + b) Wm2^T + b
+ *     x0 = patches W^T + b + position table (bilinear)
+ *     block: x' = x + attention(LN1 x) Wo^T + bo
+ *            x = x' + gelu(LN2 x' W1^T + b1) W2^T + b2
+ *     features = gelu(LN(x) merged Wm1^T + b) Wm2^T + b
+ *
  * Invariant: a block keeps its input only; the rest is made again, with the same bits. */
 #include "model/vision.h"
 

@@ -1,5 +1,8 @@
-/* vision_buffers.c - see the header. Invariants: 1. the walk that counts and the one that runs use
- * the same views, cut to the batch. 2. Every rank of a cp group computes the same shares. */
+/* vision_buffers.c - see the header.
+ *
+ * Invariants:
+ *  1. The walk that counts and the one that runs use the same views, cut to the batch.
+ *  2. Every rank of a cp group computes the same shares. */
 #include "model/vision_buffers.h"
 
 typedef ith_tensor T;

@@ -1,6 +1,8 @@
 /* delta_scan.c - spans of slices, the halo, and the composition of maps.
- * Invariants: 1. every rank knows the spans of all: who sends what follows from cu_seqlens alone.
- * 2. Every rank takes part in every exchange, or none. */
+ *
+ * Invariants:
+ *  1. Every rank knows the spans of all: who sends what follows from cu_seqlens alone.
+ *  2. Every rank takes part in every exchange, or none. */
 #include "parallel/delta_scan.h"
 
 #include <string.h>

@@ -3,11 +3,12 @@
  * The other way round the cp group (ulysses.h gives each rank some heads of all tokens): a rank
  * runs convolution and gated delta rule on its own tokens, all heads. Two things cross a border
  * between slices within a document: the last K-1 inputs of the convolution, and the state. Over a
- * stretch of tokens the state is an affine function of the one before it, per head: S_out = A S_in
- * + B        A [Dk,Dk] = product over its tokens of alpha (I - beta k k^T) Where a document begins,
- * B is its last state. A rank that lies within one document runs the rule for B and once more, from
- * the identity and with v = 0, for A; then all compose what the ranks before them have sent, and
- * run. Backward is the same from the end: dS_in = A^T dS_out + C, C from a run with dS_out = 0.
+ * stretch of tokens the state is an affine function of the one before it, per head:
+ *     S_out = A S_in + B        A [Dk,Dk] = product over its tokens of alpha (I - beta k k^T)
+ * Where a document begins, B is its last state. A rank that lies within one document runs the rule
+ * for B and once more, from the identity and with v = 0, for A; then all compose what the ranks
+ * before them have sent, and run. Backward is the same from the end: dS_in = A^T dS_out + C, C from
+ * a run with dS_out = 0.
  *
  * A rank within one document runs the rule three times forward and twice backward, the others once;
  * to each other rank of its document it sends Hv Dk (Dk + Dv) numbers in f32 each way, however long

@@ -1,10 +1,12 @@
 /* expert_exchange.c - the schedule of rounds, and the exchange of each.
  * A rank's queue is all rows for its experts: by expert, then by the rank that brings them, then in
  * its order. Round c takes rows [c * most, (c + 1) * most) of every queue.
- * Invariants: 1. of one rank's rows, what a round takes for another rank is one stretch: rows of a
- * rank are sorted as the queue is. So a block of an exchange is a range of rows, never packed.
- * 2. The host makes the schedule: a call waits once for the counts of its device, and for what a
- * round uploads before it queues the round. */
+ *
+ * Invariants:
+ *  1. Of one rank's rows, what a round takes for another rank is one stretch: rows of a rank are
+ *     sorted as the queue is. So a block of an exchange is a range of rows, never packed.
+ *  2. The host makes the schedule: a call waits once for the counts of its device, and for what a
+ *     round uploads before it queues the round. */
 #include "parallel/expert_exchange.h"
 
 #include <string.h>

@@ -1,9 +1,12 @@
 /* ring.c - stretches against stretches, while keys and values go round.
- * Invariants: 1. a stretch meets its own keys first, of which every query sees one at least
- * (itself), so it has a finite lse before anything is merged.
- * 2. A pass sends to the next ring rank and receives from the one before, while a device computes;
- * the gradient of a rank's keys goes the same way, one step behind them, and ends at home. 3. While
- * the plan counts, one pair of the largest stretches stands for all. */
+ *
+ * Invariants:
+ *  1. A stretch meets its own keys first, of which every query sees one at least (itself), so it
+ *     has a finite lse before anything is merged.
+ *  2. A pass sends to the next ring rank and receives from the one before, while a device
+ *     computes; the gradient of a rank's keys goes the same way, one step behind them, and ends at
+ *     home.
+ *  3. While the plan counts, one pair of the largest stretches stands for all. */
 #include "parallel/ring.h"
 
 #include <string.h>

@@ -1,8 +1,10 @@
 /* ulysses.c - packing, one exchange, unpacking.
  * Where links of devices take rows (ith_mesh_takes_rows) neither packs.
- * Invariants: 1. a block between two ranks is [tokens of the slice owner, heads of the head owner],
- * in both directions, so an exchange and its adjoint send the same bytes back. 2. The head owner
- * never packs: its side is whole rows. */
+ *
+ * Invariants:
+ *  1. A block between two ranks is [tokens of the slice owner, heads of the head owner], in both
+ *     directions, so an exchange and its adjoint send the same bytes back.
+ *  2. The head owner never packs: its side is whole rows. */
 #include "parallel/ulysses.h"
 
 #include <string.h>

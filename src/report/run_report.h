@@ -1,11 +1,12 @@
 /* run_report.h - what a run leaves for people and programs in its output folder.
  *
- *     trainer_log.jsonl     one JSON object per logged step or evaluation, appended and flushed at
- * once (keys of LlamaFactory: epoch, step, loss, grad_norm, learning_rate; and ours)
- *     trainer_state.json    global_step, epoch, log_history, ..: as transformers writes it (at
- * close and at saves) runs/events.out.tfevents.*   TensorBoard scalars, when asked for
- *     loss_curve.svg        loss, its running mean, evaluation loss, learning rate (at close and at
- * saves)
+ *     trainer_log.jsonl     one JSON object per logged step or evaluation, with the keys of
+ *                           LlamaFactory (epoch, step, loss, grad_norm, learning_rate) and ours
+ *     trainer_state.json    global_step, epoch, log_history, ..: as transformers writes it
+ *     runs/events.out.tfevents.*    TensorBoard scalars, when asked for
+ *     loss_curve.svg        loss, its running mean, evaluation loss, learning rate
+ *
+ * The log is appended and flushed at once; state and curve are written at saves and at close.
  *
  * After a resume, rows of later steps than the resumed one are removed from the log (they will come
  * again). */

@@ -3,9 +3,12 @@
  * added tokens -> NFC -> added tokens marked `normalized` -> split rules -> words -> merges.
  * Merging joins the pair of lowest rank, leftmost first, until no pair is in the table.
  *
- * Invariants: 1. an encoding thread owns one ith_bpe_state for the length of a call, so the
- * tokenizer itself stays read-only. 2. The word cache stores whole keys: a hit is exact. 3. Work is
- * O(n log n) in the length of a word: words of more than SHORT_IDS pieces merge through a heap. */
+ * Invariants:
+ *  1. An encoding thread owns one ith_bpe_state for the length of a call, so the tokenizer itself
+ *     stays read-only.
+ *  2. The word cache stores whole keys: a hit is exact.
+ *  3. Work is O(n log n) in the length of a word: words of more than SHORT_IDS pieces merge
+ *     through a heap. */
 #include "tokenizer/tokenizer_internal.h"
 
 #define SHORT_IDS 48

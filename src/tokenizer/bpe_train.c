@@ -5,8 +5,9 @@
  * the heap of pairs is corrected lazily: an entry whose count is out of date is put back with the
  * right one when it comes up.
  *
- * Invariants: 1. a pair's count is the sum over words of (count of the word) x (places in it).
- * 2. Nothing depends on addresses or hash order. */
+ * Invariants:
+ *  1. A pair's count is the sum over words of (count of the word) x (places in it).
+ *  2. Nothing depends on addresses or hash order. */
 #include "tokenizer/tokenizer_internal.h"
 
 #include "base/file.h"

@@ -1,8 +1,9 @@
 /* bpe_vocab.c - tokens by id, ids by bytes, merges by pair, and the byte alphabet.
  *
- * Invariants: 1. both tables have a power of two of slots and stay at most 2/3 full, so a search
- * ends. 2. A token whose spelling leaves the byte alphabet (is_text) is not in the table by bytes:
- * the bytes of another token may be the same, and merges never reach it. */
+ * Invariants:
+ *  1. Both tables have a power of two of slots and stay at most 2/3 full, so a search ends.
+ *  2. A token whose spelling leaves the byte alphabet (is_text) is not in the table by bytes: the
+ *     bytes of another token may be the same, and merges never reach it. */
 #include "tokenizer/tokenizer_internal.h"
 
 /* The characters of bytes 0x00-0x20, 0x7f-0xa0 and 0xad are U+0100, U+0101 ...; all others stand

@@ -1,10 +1,11 @@
 /* chunk_loss.h - final norm, head and cross entropy on the labelled rows, in chunks; gradient in
  * the same pass.
  *
- * loss = sum_i seeds[i] * (lse(z_i) - z_i[labels[i]]),  z_i = head * norm(hidden[rows[i]]),  seeds
- * = weight / C. Rows without a label never reach the head. Logits exist for `chunk` rows at a time;
- * the head's gradient is summed in f32, so the result does not depend on the chunk size beyond
- * rounding. No labelled row: loss 0, gradient 0. */
+ *     loss = sum_i seeds[i] * (lse(z_i) - z_i[labels[i]])
+ *     z_i = head * norm(hidden[rows[i]])        seeds = weight / C
+ * Rows without a label never reach the head. Logits exist for `chunk` rows at a time; the head's
+ * gradient is summed in f32, so the result does not depend on the chunk size beyond rounding. No
+ * labelled row: loss 0, gradient 0. */
 #ifndef ITH_TRAIN_CHUNK_LOSS_H
 #define ITH_TRAIN_CHUNK_LOSS_H
 

@@ -1,7 +1,10 @@
 /* step.c - one optimizer step, and the plan of its memory by walking it.
- * Invariants: 1. gradients are blank at the begin of a step (kernels/blanks.h); where they are cut
- * among the ranks, zero. 2. The walk that is counted
- * is the walk that runs: place_all and walk_micro are called for both. */
+ *
+ * Invariants:
+ *  1. Gradients are blank at the begin of a step (kernels/blanks.h); where they are cut among the
+ *     ranks, zero.
+ *  2. The walk that is counted is the walk that runs: place_all and walk_micro are called for
+ *     both. */
 #include "train/step.h"
 
 typedef ith_tensor T;

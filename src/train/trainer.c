@@ -1,6 +1,9 @@
 /* trainer.c - the loop over optimizer steps.
- * Invariants: 1. a checkpoint is the state between two steps; nothing else is carried over. 2.
- * Files appear whole or not at all. 3. A run that did no step is an error. */
+ *
+ * Invariants:
+ *  1. A checkpoint is the state between two steps; nothing else is carried over.
+ *  2. Files appear whole or not at all.
+ *  3. A run that did no step is an error. */
 #include "train/trainer.h"
 
 #include <math.h>

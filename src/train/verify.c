@@ -1,7 +1,9 @@
 /* verify.c - checks at points of a step.
- * Invariants: 1. every rank takes part in the same exchanges, whatever it found: findings are
- * agreed at the end of a point. 2. A view is a buffer as one kind of group has it; its copies are
- * compared within the group. */
+ *
+ * Invariants:
+ *  1. Every rank takes part in the same exchanges, whatever it found: findings are agreed at the
+ *     end of a point.
+ *  2. A view is a buffer as one kind of group has it; its copies are compared within the group. */
 #include "train/verify.h"
 
 #include <math.h>

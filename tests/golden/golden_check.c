@@ -263,8 +263,7 @@ typedef struct {
     bool bidirectional;
 } mask_kind;
 
-/* ---- a model opened for a run
- * -------------------------------------------------------------------------- */
+/* ---- a model opened for a run ---- */
 
 typedef struct {
     ith_session session;
@@ -537,8 +536,7 @@ static float *whole(bench *b, ith_tensor flat)
     return out;
 }
 
-/* ---- the checks
- * -------------------------------------------------------------------------------------------- */
+/* ---- the checks ---- */
 
 /* What is of all tokens of the group -> this rank's. */
 static void upload_own(ith_device *d, void *to, const int32_t *all, const ith_stretch *own)

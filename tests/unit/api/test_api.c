@@ -96,8 +96,7 @@ static int teardown(void **state)
     return 0;
 }
 
-/* ---- training ---------------------------------------------------------------------------------
- */
+/* ---- training ---- */
 
 typedef struct {
     int64_t calls, evals, last_step, stop_after;
@@ -215,8 +214,7 @@ static void test_log_goes_to_the_callback_until_taken_away(void **state)
     assert_int_equal(num_logged, seen);
 }
 
-/* ---- generation -------------------------------------------------------------------------------
- */
+/* ---- generation ---- */
 
 typedef struct {
     char text[4096];
