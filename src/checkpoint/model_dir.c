@@ -420,6 +420,21 @@ static void say_written(const model_plan *p, const char *out_dir, const ith_st_w
 }
 
 /* Collective. sink: with its buffers. */
+static ith_status write_files(const ith_model_write *write, const char *out_dir, ith_error *err)
+{
+    ITH_TRY(ith_model_dir_copy_files(write->source, out_dir, write->set_dtype, write->dtype, err));
+    if (!write->chat_template)
+        return ITH_OK;
+    ith_buf path = {0};
+    ith_path_join(&path, out_dir, "chat_template.jinja"); /* readers take it before any other */
+    ith_status status = ith_buf_check(&path, out_dir, err);
+    if (status == ITH_OK)
+        status = ith_write_file(path.data, write->chat_template,
+                                (int64_t)strlen(write->chat_template), err);
+    ith_buf_deinit(&path);
+    return status;
+}
+
 static ith_status write_weights(const model_plan *p, const char *out_dir, ith_model_sink *sink,
                                 ith_error *err)
 {
@@ -433,8 +448,7 @@ static ith_status write_weights(const model_plan *p, const char *out_dir, ith_mo
         status = write_tensor(p, ith_st_writer_at(sink->writer, k), sink, err);
     ITH_TRY(ith_st_writer_meet(sink->writer, status, err));
     if (leads) /* after the long part, so that a full disk leaves the old model whole */
-        status =
-            ith_model_dir_copy_files(write->source, out_dir, write->set_dtype, write->dtype, err);
+        status = write_files(write, out_dir, err);
     ITH_TRY(ith_comm_agree(ranks, status, err));
     ITH_TRY(ith_st_writer_commit(sink->writer, err));
     if (leads)

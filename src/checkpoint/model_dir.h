@@ -23,7 +23,9 @@ typedef struct {
      * their data. */
     ith_status (*put)(void *arg, int64_t i, ith_model_sink *sink, ith_error *err);
     void *put_arg;
-    ith_comm *ranks; /* that write together; NULL: this process alone */
+    const char
+        *chat_template; /* text for chat_template.jinja; NULL: the source's files as they are */
+    ith_comm *ranks;    /* that write together; NULL: this process alone */
     /* Write `dtype` where the source has its main floating type (that of most bytes); what is kept
      * in another on purpose (fp32 A_log among bf16) stays. New tensors get it, too. */
     bool set_dtype;

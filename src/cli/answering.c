@@ -52,18 +52,14 @@ ith_status ith_answering_open(ith_answering *a, const char *model_dir, const ith
                               ith_error *err)
 {
     ith_status status = ITH_OK;
-    ith_buf template_text = {0};
-    const char *template_path = ith_args_text(args, "template");
     memset(a, 0, sizeof *a);
     ITH_TRY(
         ith_model_dir_check(model_dir, ITH_DIR_CONFIG | ITH_DIR_TOKENIZER | ITH_DIR_WEIGHTS, err));
     ITH_TRY_OUT(ith_hf_config_load(&a->hf, model_dir, err));
     ITH_TRY_OUT(ith_hf_generation_load(&a->defaults, model_dir, err));
     ITH_TRY_OUT(ith_tokenizer_open(&a->tokenizer, model_dir, err));
-    if (template_path)
-        ITH_TRY_OUT(ith_read_file(template_path, (int64_t)1 << 24, &template_text, err));
-    ITH_TRY_OUT(ith_chat_open(&a->chat, model_dir, template_path ? template_text.data : NULL,
-                              a->tokenizer, err));
+    ITH_TRY_OUT(
+        ith_chat_open(&a->chat, model_dir, ith_args_text(args, "template"), a->tokenizer, err));
     settings(a, args);
     ITH_TRY_OUT(ith_media_open_model(&a->media, model_dir, NULL,
                                      ith_args_int(args, "image-max-pixels"), &a->hf, a->tokenizer,
@@ -72,7 +68,6 @@ ith_status ith_answering_open(ith_answering *a, const char *model_dir, const ith
         status = ith_fail(err, ITH_ERR_USAGE, "--%s: %s reads text only",
                           ith_args_given(args, "image") ? "image" : "video", a->hf.model_type);
 out:
-    ith_buf_deinit(&template_text);
     if (status != ITH_OK)
         ith_answering_close(a);
     return status;

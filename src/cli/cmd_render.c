@@ -58,14 +58,10 @@ static ith_status run_render(const ith_args *args, ith_error *err)
     ith_tokenizer *t = NULL;
     ith_chat *chat = NULL;
     json_t *input = NULL;
-    ith_buf text = {0};
-    const char *path = ith_args_text(args, "template");
     ITH_TRY(ith_model_dir_check(args->positional[0], ITH_DIR_TOKENIZER, err));
     ith_status status = ith_tokenizer_open(&t, args->positional[0], err);
-    if (status == ITH_OK && path)
-        status = ith_read_file(path, (int64_t)1 << 24, &text, err);
     if (status == ITH_OK)
-        status = ith_chat_open(&chat, args->positional[0], path ? text.data : NULL, t, err);
+        status = ith_chat_open(&chat, args->positional[0], ith_args_text(args, "template"), t, err);
     if (status == ITH_OK)
         status = read_input(args, &input, err);
     if (status == ITH_OK)
@@ -73,7 +69,6 @@ static ith_status run_render(const ith_args *args, ith_error *err)
     json_decref(input);
     ith_chat_close(chat);
     ith_tokenizer_close(t);
-    ith_buf_deinit(&text);
     return status;
 }
 

@@ -39,7 +39,7 @@ const config_row ith_config_rows[] = {
 {"model", MODEL, KEY_TEXT, AT(model), "Qwen/Qwen3-4B-Instruct-2507",
  .help = "Model directory in Hugging Face layout (config.json, *.safetensors, tokenizer.json)."},
 {"custom_chat_template", MODEL, KEY_TEXT, AT(custom_chat_template), "null", .nullable = true,
- .help = "Jinja text that replaces the model's chat template."},
+ .help = "Jinja text, or a file with it, that replaces the model's chat template, also beside the model that is written."},
 {"trust_remote_code", MODEL, KEY_BOOL, AT(trust_remote_code), "false",
  NOT_NEEDED = "no code is loaded from model directories",
  .help = "Accepted from LlamaFactory files."},

@@ -35,7 +35,7 @@ static const ith_dialect_key keys[] = {
     {"use_peft", ONLY("false", adapters)},
     {"load_in_4bit", ONLY("false", "quantized weights are not built yet")},
     {"load_in_8bit", ONLY("false", "quantized weights are not built yet")},
-    {"chat_template_path", NOTE("the model's own chat template is used (custom_chat_template)")},
+    {"chat_template_path", TO("custom_chat_template")},
 
     /* data */
     {"dataset_name", TO("train_dataset")},

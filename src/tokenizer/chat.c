@@ -123,12 +123,37 @@ out:
 
 static const char no_template[] = "ChatML (no template)";
 
+/* Jinja text, or a file that holds it: no file name has braces or lines, no template is without. */
+static ith_status compile_custom(ith_chat *chat, const char *custom, ith_sha256 *hash,
+                                 ith_error *err)
+{
+    bool is_file = !strpbrk(custom, "{\n");
+    ith_buf text = {0};
+    ith_status status = ITH_OK;
+    if (is_file && !ith_path_exists(custom))
+        return ith_fail(err, ITH_ERR_USAGE,
+                        "chat template: found %s, no such file (give a file, or Jinja text)",
+                        custom);
+    if (is_file)
+        ITH_TRY_OUT(ith_read_file(custom, MAX_FILE_BYTES, &text, err));
+    else
+        ith_buf_puts(&text, custom);
+    ITH_TRY_OUT(ith_buf_check(&text, "chat template", err));
+    const char *data = text.data ? text.data : "";
+    chat->custom = ith_strndup(data, text.len);
+    status = chat->custom ? compile(chat, false, data, text.len,
+                                    is_file ? custom : "custom_chat_template", hash, err)
+                          : ith_fail(err, ITH_ERR_MEMORY, "out of memory for a chat template");
+out:
+    ith_buf_deinit(&text);
+    return status;
+}
+
 static ith_status find_template(ith_chat *chat, const char *dir, const char *custom,
                                 ith_sha256 *hash, ith_error *err)
 {
     if (custom)
-        return compile(chat, false, custom, (int64_t)strlen(custom), "custom_chat_template", hash,
-                       err);
+        return compile_custom(chat, custom, hash, err);
     if (dir)
         ITH_TRY(compile_file(chat, dir, "chat_template.jinja", false, hash, err));
     if (dir && !chat->plain)
@@ -289,12 +314,18 @@ void ith_chat_close(ith_chat *chat)
     json_decref(chat->special_names);
     ith_free(chat->specials);
     ith_free(chat->source);
+    ith_free(chat->custom);
     ith_free(chat);
 }
 
 const char *ith_chat_source(const ith_chat *chat)
 {
     return chat->source;
+}
+
+const char *ith_chat_custom(const ith_chat *chat)
+{
+    return chat->custom;
 }
 
 const char *ith_chat_hash(const ith_chat *chat)
@@ -428,6 +459,15 @@ static ith_status fill_context(const ith_chat *chat, json_t *context, const json
     return ITH_OK;
 }
 
+static bool has_lists(const json_t *messages)
+{
+    size_t i;
+    const json_t *message;
+    json_array_foreach(messages, i,
+                       message) if (json_is_array(json_object_get(message, "content"))) return true;
+    return false;
+}
+
 ith_status ith_chat_render(const ith_chat *chat, const json_t *messages, const json_t *tools,
                            const ith_chat_options *options, ith_buf *out, ith_error *err)
 {
@@ -450,6 +490,8 @@ ith_status ith_chat_render(const ith_chat *chat, const json_t *messages, const j
         status =
             ith_jinja_render(with_tools ? chat->tool_use : chat->plain, context, &jinja, out, err);
     }
+    if (status != ITH_OK && has_lists(messages))
+        ith_wrap(err, status, "content lists (images, videos) may not be known to the template");
 out:
     json_decref(list);
     json_decref(context);

@@ -23,17 +23,19 @@ extern "C" {
 
 typedef struct ith_chat ith_chat;
 
-/* Finds the template: custom_template when not NULL; else DIR/chat_template.jinja; else
- * "chat_template" of DIR/tokenizer_config.json (text, or a list of {name, template} of which
- * "default" and "tool_use" count); else plain ChatML. tok is borrowed and may be NULL where only
- * rendering is wanted: then no special token is known and nothing is escaped. A custom template
- * that differs from the model's own in the think block of an answer without reasoning gets a
- * warning. */
+/* Finds the template: custom_template (Jinja text, or a file) when not NULL; else
+ * DIR/chat_template.jinja; else "chat_template" of DIR/tokenizer_config.json (text, or a list of
+ * {name, template} of which "default" and "tool_use" count); else plain ChatML. tok is borrowed and
+ * may be NULL where only rendering is wanted: then no special token is known and nothing is
+ * escaped. A custom template that differs from the model's own in the think block of an answer
+ * without reasoning gets a warning. */
 ith_status ith_chat_open(ith_chat **out, const char *model_dir, const char *custom_template,
                          const ith_tokenizer *tok, ith_error *err);
 void ith_chat_close(ith_chat *chat);
 /* Where the template came from, for the log. */
 const char *ith_chat_source(const ith_chat *chat);
+/* The text of custom_template; NULL: the model's own template. */
+const char *ith_chat_custom(const ith_chat *chat);
 /* SHA-256 (hex) of the template text(s): part of cache keys. */
 const char *ith_chat_hash(const ith_chat *chat);
 

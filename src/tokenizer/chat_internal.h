@@ -29,6 +29,7 @@ struct ith_chat {
     bool first_byte[256];     /* of any of them */
     const ith_tokenizer *tok; /* borrowed, may be NULL */
     char *source;
+    char *custom; /* text of a custom template, else NULL */
     char hash[65];
 };
 

@@ -184,6 +184,7 @@ ith_status ith_trainer_export(ith_trainer *t, const char *dir, ith_error *err)
                          .count = x.count,
                          .put = put_tensor,
                          .put_arg = &x,
+                         .chat_template = ith_chat_custom(t->chat),
                          .ranks = ith_trainer_ranks(t),
                          .set_dtype = c->save_dtype != ITH_DTYPE_AUTO,
                          .dtype = c->save_dtype == ITH_DTYPE_F32

@@ -232,8 +232,10 @@ static void test_trained_tensors_take_the_source_dtype_and_a_tied_duplicate_goes
         if (way) {
             write.put = put_backwards;
             write.put_arg = &p;
+            write.chat_template = "other {{ x }}";
         }
         assert_ok(ith_model_dir_write(target, &write, &err), err);
+        assert_text("chat_template.jinja", way ? "other {{ x }}" : "{{ x }}");
         assert_int_equal(p.calls, way ? 3 : 0);
         assert_ok(ith_st_open(&out, target, &err), err);
         assert_int_equal(ith_st_count(out), 6); /* six of the source, less the head, plus extra */

@@ -166,6 +166,20 @@ static void test_open_finds_the_template_of_the_directory(void **state)
     assert_text(chat, messages, NULL, &o, "C5");
     json_decref(extra);
     ith_chat_close(chat);
+    assert_ok(ith_chat_open(&chat, dir, NULL, NULL, &err), err);
+
+    char file[5000];
+    snprintf(file, sizeof file, "%s/other.jinja", dir);
+    write_text(dir, "other.jinja", "F{{ messages[0].content }}\n");
+    assert_null(ith_chat_custom(chat));
+    ith_chat_close(chat);
+    assert_ok(ith_chat_open(&chat, dir, file, NULL, &err), err);
+    assert_text(chat, messages, NULL, NULL, "Fhi");
+    assert_string_equal(ith_chat_source(chat), file);
+    assert_string_equal(ith_chat_custom(chat), "F{{ messages[0].content }}\n");
+    ith_chat_close(chat);
+    assert_fails(ith_chat_open(&chat, dir, "none.jinja", NULL, &err), err, ITH_ERR_USAGE,
+                 "chat template: found none.jinja, no such file (give a file, or Jinja text)");
 
     write_text(dir, "chat_template.jinja", "\n{{ 1 | nosuch }}");
     assert_fails(ith_chat_open(&chat, dir, NULL, NULL, &err), err, ITH_ERR_FORMAT,
