@@ -114,9 +114,9 @@ static ith_status train(const ith_config *config, ith_comm *world, ith_error *er
             ith_fail(err, ITH_ERR_INTERRUPTED,
                      "stopped by a signal after saving; go on with resume_from_checkpoint=auto");
     if (status == ITH_OK && speaks)
-        printf("%lld steps, loss %.4f -> %.4f, %.1f s; model and log in %s\n",
-               (long long)result.steps, result.first_loss, result.last_loss, result.seconds,
-               config->output_dir);
+        printf("%lld step%s, loss %.4f -> %.4f, %.1f s; model and log in %s\n",
+               (long long)result.steps, result.steps == 1 ? "" : "s", result.first_loss,
+               result.last_loss, result.seconds, config->output_dir);
     ith_trainer_close(&t);
     return status;
 }

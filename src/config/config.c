@@ -174,16 +174,21 @@ static const struct {
     {"fp16", "bf16"},
 };
 
-static ith_status fail_unknown(const ith_yaml_node *key, const char *name, ith_error *err)
+static ith_status fail_unknown(const loader *l, const ith_yaml_node *key, const char *name,
+                               ith_error *err)
 {
+    const ith_dialect *d = l->dialect;
     for (size_t i = 0; i < sizeof renamed_keys / sizeof *renamed_keys; i++)
         if (strcmp(renamed_keys[i].from, name) == 0)
             return ith_yaml_fail(key, err, "%s: unknown key (here it is %s)", name,
                                  renamed_keys[i].to);
-    const char *names[ITH_MAX_CONFIG_KEYS];
+    const char *names[ITH_MAX_CONFIG_KEYS + ITH_MAX_DIALECT_KEYS];
+    int num_names = 0;
+    for (int i = 0; d && i < d->num_keys; i++)
+        names[num_names++] = d->keys[i].name;
     for (int i = 0; i < ith_config_num_rows; i++)
-        names[i] = ith_config_rows[i].name;
-    const char *near = ith_nearest_name(name, names, ith_config_num_rows);
+        names[num_names++] = ith_config_rows[i].name;
+    const char *near = ith_nearest_name(name, names, num_names);
     if (near)
         return ith_yaml_fail(key, err, "%.80s: unknown key (did you mean %s?)", name, near);
     return ith_yaml_fail(key, err, "%.80s: unknown key (docs/config.md lists all)", name);
@@ -235,7 +240,7 @@ static ith_status give(loader *l, const char *name, const ith_yaml_node *key,
     }
     if (plugin < 0 && !dot && ith_env_truthy(ITH_ENV_ALLOW_EXTRA_KEYS))
         return ITH_OK;
-    return ith_config_add_problem(&l->problems, key, fail_unknown(key, name, &err), &err);
+    return ith_config_add_problem(&l->problems, key, fail_unknown(l, key, name, &err), &err);
 }
 
 static ith_status give_map(loader *l, int plugin, const ith_yaml_node *map)
@@ -280,7 +285,16 @@ static ith_status give_plugin(loader *l, int plugin, const ith_yaml_node *key,
 
 /* ---- files of other programs ---- */
 
-static ith_status keep_note(loader *l, const ith_error *note)
+static ith_status keep_note(loader *l, const char *text, const char **place)
+{
+    char *kept = ith_arena_strndup(&l->origin->arena, text, (int64_t)strlen(text));
+    if (!kept)
+        return ith_fail(l->err, ITH_ERR_MEMORY, "out of memory while reading the configuration");
+    *place = kept;
+    return ITH_OK;
+}
+
+static ith_status append_note(loader *l, const char *text)
 {
     struct ith_config_origin *origin = l->origin;
     void *notes = origin->notes;
@@ -288,19 +302,27 @@ static ith_status keep_note(loader *l, const ith_error *note)
                                  (int64_t)sizeof *origin->notes, "configuration", l->err);
     origin->notes = notes;
     ITH_TRY(status);
-    origin->notes[origin->num_notes] =
-        ith_arena_strndup(&origin->arena, note->text, (int64_t)strlen(note->text));
-    if (!origin->notes[origin->num_notes])
-        return ith_fail(l->err, ITH_ERR_MEMORY, "out of memory while reading the configuration");
+    ITH_TRY(keep_note(l, text, &origin->notes[origin->num_notes]));
     origin->num_notes++;
     return ITH_OK;
 }
 
+/* Keys for one reason share a line, at the place of the first. */
 static ith_status add_note(loader *l, const ith_yaml_node *where, const char *name, const char *why)
 {
+    char reason[256], text[1024];
     ith_error note = {0};
-    ith_yaml_fail(where, &note, "%s: not needed: %s", name, why);
-    return keep_note(l, &note);
+    int len = snprintf(reason, sizeof reason, ": not needed: %s", why);
+    for (int64_t i = 0; i < l->origin->num_notes; i++) {
+        const char *old = l->origin->notes[i];
+        int kept = (int)strlen(old) - len;
+        if (kept < 0 || strcmp(old + kept, reason) != 0 ||
+            snprintf(text, sizeof text, "%.*s, %s%s", kept, old, name, reason) >= (int)sizeof text)
+            continue;
+        return keep_note(l, text, &l->origin->notes[i]);
+    }
+    ith_yaml_fail(where, &note, "%s%s", name, reason);
+    return append_note(l, note.text);
 }
 
 /* A value written by us that stands at the place of `where`. */
@@ -463,7 +485,7 @@ static ith_status give_foreign_file(loader *l, const ith_yaml_node *root)
     if (l->dialect->differs) {
         ith_error note = {0};
         ith_yaml_fail(root, &note, "read as %s: %s", l->dialect->name, l->dialect->differs);
-        ITH_TRY(keep_note(l, &note));
+        ITH_TRY(append_note(l, note.text));
     }
     for (int late = 0; late < 2; late++) {
         if (l->dialect == &ith_dialect_trl) {
@@ -521,7 +543,7 @@ static ith_status give_file(loader *l)
         const ith_yaml_node *key = root->pairs[i].key;
         ith_error err = {0};
         if (strchr(key->text, '.') || strlen(key->text) > 200) {
-            ITH_TRY(ith_config_add_problem(&l->problems, key, fail_unknown(key, key->text, &err),
+            ITH_TRY(ith_config_add_problem(&l->problems, key, fail_unknown(l, key, key->text, &err),
                                            &err));
             continue;
         }

@@ -312,9 +312,15 @@ ith_status ith_config_resolve_layout(const ith_config *config, int64_t world_siz
 
 ith_status ith_config_need_model(const ith_config *config, const char *other, ith_error *err)
 {
-    const char *dir = config->model;
+    const char *dir = config->model, *slash = strchr(dir, '/');
     if (ith_path_is_dir(dir))
         return ITH_OK;
+    bool is_hub_name = slash && slash[1] && !strchr(slash + 1, '/') && !strchr("./~", dir[0]);
+    if (!is_hub_name)
+        return ith_config_fail(config, "model", err,
+                               "%s is not a directory (give one with config.json, tokenizer and "
+                               "*.safetensors%s)",
+                               dir, other);
     return ith_config_fail(config, "model", err,
                            "%s%s is not a directory here (download the model first, e.g. with "
                            "`hf download %s --local-dir DIR`, and give DIR%s)",

@@ -13,7 +13,7 @@ static const char sharding[] = "how weights are spread follows from the number o
 static const char loading[] = "samples are prepared by threads (nproc)";
 static const char packing[] = "documents never see each other here; batching_strategy packs them";
 static const char upstream[] = "it has no effect in dFactory either";
-static const char tracking[] = "metrics go to metrics.jsonl and TensorBoard";
+static const char tracking[] = "metrics go to trainer_log.jsonl and TensorBoard";
 static const char profiler[] = "there is no profiler trace";
 static const char memory[] = "memory is planned before the run";
 

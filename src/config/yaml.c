@@ -389,6 +389,16 @@ static ith_status on_event(builder *b, const yaml_event_t *event)
     }
 }
 
+static bool indented_by_tab(const yaml_parser_t *parser, size_t line)
+{
+    const unsigned char *p = parser->input.string.start, *end = parser->input.string.end;
+    for (; line > 0 && p < end; p++)
+        line -= *p == '\n';
+    while (p < end && *p == ' ')
+        p++;
+    return p < end && *p == '\t';
+}
+
 static ith_status fail_syntax(builder *b, const yaml_parser_t *parser)
 {
     const char *problem = parser->problem ? parser->problem : "not YAML";
@@ -398,6 +408,12 @@ static ith_status fail_syntax(builder *b, const yaml_parser_t *parser)
         return ith_fail(b->err, ITH_ERR_USAGE, "%s: byte %zu: %s (YAML and JSON are UTF-8 text)",
                         b->file, parser->problem_offset, problem);
     char text[256];
+    if (indented_by_tab(parser, parser->problem_mark.line))
+        return fail_at(b, (yaml_mark_t){.line = parser->problem_mark.line},
+                       "not YAML: found a tab at the begin of the line (indent by spaces)");
+    if (parser->context && strcmp(problem, "could not find expected ':'") == 0)
+        return fail_at(b, parser->context_mark,
+                       "not YAML: found text without a colon and a space (key: value)");
     if (parser->context)
         snprintf(text, sizeof text, "not YAML: %s, %s (line %zu)", problem, parser->context,
                  parser->context_mark.line + 1);

@@ -1,6 +1,8 @@
 /* session.c - opening a device. */
 #include "kernels/session.h"
 
+#include "base/file.h"
+#include "base/log.h"
 #include "kernels/cuda_plugin.h"
 
 #include <string.h>
@@ -25,7 +27,9 @@ ith_status ith_session_open(ith_session *s, ith_use_device use, int index, int t
             s->cuda = true;
         } else if (use == ITH_USE_CUDA) {
             ith_session_close(s);
-            return status;
+            return ith_wrap(err, status, "device cuda");
+        } else if (ith_path_exists("/dev/nvidiactl")) { /* a GPU is here, and left alone */
+            ith_log(ITH_LOG_WARN, "device", "no GPU is used: %s", why.text);
         }
     }
     ith_status status = ith_plan_create(&s->ctx.plan, s->ctx.device, err);

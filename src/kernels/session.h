@@ -20,7 +20,8 @@ typedef struct {
 
 /* AUTO: CUDA when the plug-in loads and a device is there, else the CPU. plan_only: the ctx
  * counts and never runs, and CUDA needs no driver (its memory is not known then). threads <= 0: all
- * cores. err stays the error chain of the ctx. The plan starts counting. */
+ * cores. A GPU that is here and that AUTO cannot take is told in a warning. err stays the error
+ * chain of the ctx. The plan starts counting. */
 ith_status ith_session_open(ith_session *s, ith_use_device use, int index, int threads,
                             bool plan_only, ith_error *err);
 /* A new plan, counting, after the old one is destroyed with all memory of the session. */

@@ -1,9 +1,11 @@
 /* trainer_open.c - opening a run, cheapest mistakes first: request, model config, tokenizer, data,
  * memory plan. */
+#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "base/env.h"
 #include "base/file.h"
@@ -65,6 +67,31 @@ static ith_status check_checkpoints(const ith_config *c, const ith_trainer_hooks
     return status;
 }
 
+/* Told before hours of tokenizing, not after. */
+static ith_status check_output(const ith_config *c, bool plan_only, ith_error *err)
+{
+    const char *out = c->output_dir;
+    if (out && ith_path_exists(out) && !ith_path_is_dir(out))
+        return ith_config_fail(c, "output_dir", err, "found %s, which is no directory", out);
+    if (!out || plan_only)
+        return ITH_OK;
+    ith_buf dir = {0};
+    ith_buf_puts(&dir, out);
+    while (!dir.failed && dir.len && !ith_path_exists(dir.data)) { /* up to what is there */
+        while (dir.len && dir.data[dir.len - 1] != '/')
+            dir.data[--dir.len] = '\0';
+        while (dir.len > 1 && dir.data[dir.len - 1] == '/')
+            dir.data[--dir.len] = '\0';
+    }
+    ith_status status = ith_buf_check(&dir, "output_dir", err);
+    const char *there = dir.len ? dir.data : ".";
+    if (status == ITH_OK && access(there, W_OK | X_OK) != 0)
+        status = ith_config_fail(c, "output_dir", err, "found %s, cannot write in %s (%s)", out,
+                                 there, strerror(errno));
+    ith_buf_deinit(&dir);
+    return status;
+}
+
 static ith_status open_model_files(ith_trainer *t, bool plan_only, ith_error *err)
 {
     const char *dir = t->config->model, *out = t->config->output_dir;
@@ -72,9 +99,7 @@ static ith_status open_model_files(ith_trainer *t, bool plan_only, ith_error *er
     if (same_directory(dir, out))
         return ith_config_fail(t->config, "output_dir", err,
                                "found %s, the directory of the model (give another one)", out);
-    if (out && ith_path_exists(out) && !ith_path_is_dir(out))
-        return ith_config_fail(t->config, "output_dir", err, "found %s, which is no directory",
-                               out);
+    ITH_TRY(check_output(t->config, plan_only, err));
     ITH_TRY(ith_model_dir_check(
         dir, ITH_DIR_CONFIG | ITH_DIR_TOKENIZER | (plan_only ? 0 : ITH_DIR_WEIGHTS), err));
     if (!plan_only)
@@ -540,15 +565,17 @@ static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
         snprintf(scheme, sizeof scheme, "ulysses %lld x ring %lld", (long long)u, (long long)rings);
     else if (u > 1)
         snprintf(scheme, sizeof scheme, "ulysses");
-    ith_trainer_say(
-        hooks,
-        "ranks: %lld = dp %lld x cp %lld%s over %s; attention: %s, %lld query and %lld "
-        "key heads a rank; zero_stage %d over %lld; %lld samples a step, %lld micro-batches a rank",
-        (long long)t->mesh->world_size, (long long)t->mesh->dp_size, (long long)t->mesh->cp_size,
-        experts, t->mesh->device_world[0] ? ith_comm_way(t->mesh->device_world[0]) : "-", scheme,
-        (long long)h.q_count, (long long)h.kv_count, ith_config_zero_stage(t->config),
-        (long long)t->mesh->shard_size, (long long)t->layout.global_batch_size,
-        (long long)t->layout.grad_accum);
+    ith_trainer_say(hooks,
+                    "ranks: %lld = dp %lld x cp %lld%s over %s; attention: %s, %lld query and %lld "
+                    "key heads a rank; zero_stage %d over %lld; %lld sample%s a step, %lld "
+                    "micro-batch%s a rank",
+                    (long long)t->mesh->world_size, (long long)t->mesh->dp_size,
+                    (long long)t->mesh->cp_size, experts,
+                    t->mesh->device_world[0] ? ith_comm_way(t->mesh->device_world[0]) : "-", scheme,
+                    (long long)h.q_count, (long long)h.kv_count, ith_config_zero_stage(t->config),
+                    (long long)t->mesh->shard_size, (long long)t->layout.global_batch_size,
+                    t->layout.global_batch_size == 1 ? "" : "s", (long long)t->layout.grad_accum,
+                    t->layout.grad_accum == 1 ? "" : "es");
     if (t->mesh->device_world[0] && t->mesh->device_world[0]->sharers > 1)
         ith_trainer_say(hooks, "ITH_SHARE_GPU: %lld ranks share %s, each plans with its part",
                         (long long)t->mesh->device_world[0]->sharers, t->session.ctx.device->name);
@@ -560,8 +587,9 @@ static void say_kernels(const ith_trainer *t, const ith_trainer_hooks *hooks)
     if (t->session.cuda)
         ith_trainer_say(hooks, "kernels: %s", t->session.ctx.device->name);
     else
-        ith_trainer_say(hooks, "kernels: cpu %s, %d threads", ith_backend_cpu_name(),
-                        ith_pool_threads(t->session.ctx.pool));
+        ith_trainer_say(hooks, "kernels: cpu %s, %d thread%s", ith_backend_cpu_name(),
+                        ith_pool_threads(t->session.ctx.pool),
+                        ith_pool_threads(t->session.ctx.pool) == 1 ? "" : "s");
 }
 
 /* What the plan decided beside what layers keep. */

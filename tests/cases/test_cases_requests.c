@@ -48,6 +48,7 @@ typedef struct {
     " is not a directory here (download the model first, e.g. with `hf download " dir              \
     " --local-dir DIR`, and give DIR"
 #define DOWNLOAD(dir) GET(dir) ")"
+#define NO_DIR " is not a directory (give one with config.json, tokenizer and *.safetensors"
 
 static const request requests[] = {
     /* the configuration as a file */
@@ -61,9 +62,10 @@ static const request requests[] = {
      ".yaml)"},
     {"train @/c.yaml @/c.yaml", 2, "'@/c.yaml': not key=value"},
     /* the model */
-    {"train @/c.yaml model=@/none", 2, "command line: model: @/none" DOWNLOAD("@/none")},
-    {"train @/c.yaml model=@/data.jsonl", 2,
-     "command line: model: @/data.jsonl" DOWNLOAD("@/data.jsonl")},
+    {"train @/c.yaml model=@/none", 2, "command line: model: @/none" NO_DIR ")"},
+    {"train @/c.yaml model=@/data.jsonl", 2, "command line: model: @/data.jsonl" NO_DIR ")"},
+    {"train @/c.yaml model=Maker/Model-1B", 2,
+     "command line: model: Maker/Model-1B" DOWNLOAD("Maker/Model-1B")},
     {"train @/c.yaml model=@/bare", 2, "@/bare: no config.json (is it a model directory?)"},
     {"train @/c.yaml model=@/no_tokenizer", 2,
      "@/no_tokenizer: no tokenizer (tokenizer.json, or vocab.json with merges.txt)"},
@@ -78,9 +80,9 @@ static const request requests[] = {
      "@/narrow: the tokenizer has ids up to 299, vocab_size of config.json is 299"},
     {"train @/c.yaml train_dataset=@/ids.jsonl", 1,
      "@/ids.jsonl: token id 320, vocab_size of config.json is 320"},
-    {"data @/c.yaml model=@/none", 2, "command line: model: @/none" DOWNLOAD("@/none")},
+    {"data @/c.yaml model=@/none", 2, "command line: model: @/none" NO_DIR ")"},
     {"plan -n 16 model=@/none", 2,
-     "command line: model: @/none" GET("@/none") ", or --size with a published shape)"},
+     "command line: model: @/none" NO_DIR ", or --size with a published shape)"},
     {"plan --longest", 2,
      "command line: model: not given; Qwen/Qwen3-4B-Instruct-2507" GET(
          "Qwen/Qwen3-4B-Instruct-2507") ", or --size with a published shape)"},
@@ -108,6 +110,11 @@ static const request requests[] = {
      "command line: output_dir: found @/model/, the directory of the model (give another one)"},
     {"train @/c.yaml output_dir=@/data.jsonl", 2,
      "command line: output_dir: found @/data.jsonl, which is no directory"},
+    {"train @/c.yaml output_dir=@/data.jsonl/x/y", 2,
+     "command line: output_dir: found @/data.jsonl/x/y, cannot write in @/data.jsonl (Permission "
+     "denied)"},
+    {"train @/c.yaml custom_chat_template=@/none.jinja", 2,
+     "chat template: found @/none.jinja, no such file (give a file, or Jinja text)"},
     {"train @/c.yaml resume_from_checkpoint=@/none", 2,
      "command line: resume_from_checkpoint: found @/none, which is no directory (give a "
      "checkpoint, "
@@ -215,7 +222,7 @@ static void test_small_data_still_makes_steps(void **state)
     case_expect("train @/c.yaml train_dataset=@/one.jsonl output_dir=@/one", 0, "2 steps, loss ");
     case_expect("train @/c.yaml train_dataset=@/one.jsonl num_train_epochs=1 max_steps=null "
                 "global_batch_size=8 output_dir=@/partial",
-                0, "1 steps, loss ");
+                0, "1 step, loss ");
 }
 
 /* The log says whose template made the samples. */

@@ -440,6 +440,7 @@ static void test_trl_files_become_our_keys(void **state)
         "gradient_accumulation_steps: 3\nnum_train_epochs: 2.0\nlr_scheduler_type: cosine\n"
         "warmup_ratio: 0.1\nweight_decay: 0.05\nsave_strategy: epoch\nsave_steps: 10\n"
         "gradient_checkpointing: false\nddp_timeout: 60\n"
+        "chat_template_path: t.jinja\ndataloader_num_workers: 2\ndataloader_pin_memory: true\n"
         "parallelism_config:\n  parallelism_config_sp_size: 4\n  parallelism_config_cp_size: 1\n";
     const char *overrides[] = {"per_device_train_batch_size=1", "seed=7"};
     ith_config c;
@@ -464,7 +465,11 @@ static void test_trl_files_become_our_keys(void **state)
     assert_int_equal(c.dist_timeout, 60);
     assert_int_equal(c.cp_size, 4);
     assert_int_equal(c.seed, 7);
-    assert_int_equal(ith_config_num_notes(&c), 2);
+    assert_string_equal(c.custom_chat_template, "t.jinja");
+    assert_int_equal(ith_config_num_notes(&c), 3);
+    assert_string_equal(ith_config_note(&c, 2),
+                        "f.yaml:19:1: dataloader_num_workers, dataloader_pin_memory: not needed: "
+                        "samples are prepared by threads (nproc)");
     assert_string_equal(ith_config_note(&c, 0),
                         "f.yaml:1:1: read as TRL: the loss is on the answers, TRL's is on prompts "
                         "too unless assistant_only_loss is true");

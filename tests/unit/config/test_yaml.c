@@ -228,8 +228,12 @@ static void test_mistakes_are_named_with_their_place(void **state)
     assert_error("a: !!int x\n", "f.yaml:1:4: the value does not fit its YAML tag");
     assert_error("a: [1, 2\n", "f.yaml:2:1: not YAML: did not find expected ',' or ']', while "
                                "parsing a flow sequence (line 1)");
-    assert_error("a:\n\t- 1\n", "f.yaml:2:1: not YAML: found character that cannot start any "
-                                "token, while scanning for the next token (line 2)");
+    assert_error("a:\n\t- 1\n", "f.yaml:2:1: not YAML: found a tab at the begin of the line "
+                                "(indent by spaces)");
+    assert_error("a: 1\nb: c\n \td: 1\n", "f.yaml:3:1: not YAML: found a tab at the begin of the "
+                                          "line (indent by spaces)");
+    assert_error("a: 1\nb:c\nd: 1\n", "f.yaml:2:1: not YAML: found text without a colon and a "
+                                      "space (key: value)");
     assert_error("<<: 3\n", "f.yaml:1:5: <<: found a value (use a map or a list of maps)");
 }
 
