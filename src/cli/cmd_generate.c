@@ -363,9 +363,7 @@ static ith_status answer_batch(ith_decoder *d, collector *c, const ith_answering
     ith_token_stream_init(&c->stream, a->tokenizer, true);
     ith_status status = batch_media(a, l, first, n, &media, err);
     ITH_TRY(exchange ? ith_comm_agree(c->out->world, status, err) : status);
-    if (n > 0 || d->ranks.walks_together)
-        status =
-            in_walk(c->out, exchange, ith_decoder_generate(d, l->prompts + first, n, &how, err));
+    status = in_walk(c->out, exchange, ith_decoder_generate(d, l->prompts + first, n, &how, err));
     ith_free((void *)(uintptr_t)media.pixels);
     ith_free((void *)(uintptr_t)media.grids);
     ITH_TRY(status);
@@ -463,9 +461,8 @@ static ith_status answer_block_batch(ith_block_decoder *d, const ith_answering *
     how->first_stream = (uint64_t)first;
     if (o->drawn)
         ith_block_view_begin(&view, a, how, answers);
-    if (n > 0 || d->ranks.walks_together)
-        ITH_TRY(in_walk(o->out, d->ranks.exchange,
-                        ith_block_decoder_generate(d, l->prompts + first, n, how, answers, err)));
+    ITH_TRY(in_walk(o->out, d->ranks.exchange,
+                    ith_block_decoder_generate(d, l->prompts + first, n, how, answers, err)));
     ith_status status = o->drawn ? ith_block_view_end(&view, err) : ITH_OK;
     for (int64_t i = 0; i < n; i++) {
         if (status == ITH_OK && has_rows(o->out))

@@ -131,17 +131,6 @@ static ith_status upload_all_rows(ith_block_decoder *d, ith_error *err)
     return dev->sync(dev, err);
 }
 
-static ith_status open_model(ith_block_decoder *d, const char *model_dir, ith_error *err)
-{
-    const ith_decoder_options *o = &d->options;
-    ITH_TRY(ith_hf_config_load(&d->hf, model_dir, err));
-    if (d->hf.family != ITH_FAMILY_LLADA2)
-        return ith_fail(err, ITH_ERR_USAGE, "%s: %s is not a diffusion model", model_dir,
-                        d->hf.model_type);
-    ITH_TRY(ith_decoder_open_session(&d->session, o, err));
-    return ith_model_create(&d->model, &d->hf, ith_decoder_dtype(o, &d->hf), o->capacity, err);
-}
-
 static ith_status open_memory(ith_block_decoder *d, const char *model_dir, ith_error *err)
 {
     int64_t rows = d->options.batch * d->block;
@@ -165,7 +154,10 @@ ith_status ith_block_decoder_open(ith_block_decoder *d, const char *model_dir,
     d->block = block;
     ITH_ASSERT(block > 0 && options->batch > 0 && options->capacity % block == 0);
     d->options.max_append = ith_max_i64(options->max_append, 1);
-    ITH_TRY_OUT(ith_comm_agree(world, open_model(d, model_dir, err), err));
+    ITH_TRY_OUT(ith_comm_agree(
+        world,
+        ith_decoder_open_model(&d->hf, &d->session, &d->model, model_dir, options, true, err),
+        err));
     ITH_TRY_OUT(ith_decoder_ranks_open(&d->ranks, d->model, &d->session, &options->ranks));
     ITH_TRY_OUT(ith_comm_agree(world, open_memory(d, model_dir, err), err));
     ITH_TRY_OUT(ith_model_refresh_weights(d->model, &d->session.ctx));
@@ -551,13 +543,14 @@ ith_status ith_block_decoder_generate(ith_block_decoder *d, const ith_ids *promp
                                       ith_error *err)
 {
     int64_t batch = d->options.batch;
-    ITH_ASSERT((num > 0 || d->ranks.walks_together) && num <= batch && how->block == d->block &&
-               how->max_new > 0);
+    ITH_ASSERT(num <= batch && how->block == d->block && how->max_new > 0);
     ITH_ASSERT(how->mask_id >= 0 && how->mask_id < d->hf.vocab_size);
     sequence *seqs = NULL;
     int64_t *ranges = NULL;
     candidate *scratch = NULL;
     ith_status status = ITH_OK;
+    if (!ith_decoder_ranks_walks(&d->ranks, num))
+        return ITH_OK;
     for (int64_t i = 0; i < num; i++)
         out[i] = (ith_block_answer){0};
     ITH_TRY_OUT(ith_alloc_zero((void **)&seqs, batch, sizeof *seqs, "sequences", err));

@@ -78,7 +78,8 @@ void ith_block_decoder_close(ith_block_decoder *d);
 /* Rows that hold a prompt of this length and its answer. */
 int64_t ith_block_row_len(int64_t prompt, int64_t max_new, int64_t block);
 void ith_block_answer_deinit(ith_block_answer *answer);
-/* Answers to num prompts, of which none is longer than options.capacity holds with its answer;
+/* Answers to num prompts (0: see ith_decoder_generate), of which none is longer than
+ * options.capacity holds with its answer;
  * out[i] is filled, and deinit by the caller. */
 ith_status ith_block_decoder_generate(ith_block_decoder *d, const ith_ids *prompts, int64_t num,
                                       const ith_block_how *how, ith_block_answer *out,

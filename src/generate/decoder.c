@@ -131,8 +131,9 @@ ith_status ith_decoder_load(ith_model *model, ith_ctx *ctx, const char *dir, ith
     return status == ITH_OK ? ITH_OK : ith_wrap(err, status, "%s", dir);
 }
 
-ith_status ith_decoder_open_session(ith_session *session, const ith_decoder_options *options,
-                                    ith_error *err)
+/* Threads and device are those of the local rank. */
+static ith_status open_session(ith_session *session, const ith_decoder_options *options,
+                               ith_error *err)
 {
     const ith_comm *ranks = options->ranks.world;
     int threads = options->threads, index = ranks ? ith_narrow(ranks->local_rank) : 0;
@@ -143,25 +144,28 @@ ith_status ith_decoder_open_session(ith_session *session, const ith_decoder_opti
     return ith_session_open(session, options->device, index, threads, false, err);
 }
 
-ith_dtype ith_decoder_dtype(const ith_decoder_options *options, const ith_hf_config *hf)
+/* Of weights and cache: the wish, or that of the files. */
+static ith_dtype wanted_dtype(const ith_decoder_options *options, const ith_hf_config *hf)
 {
     return options->set_dtype                      ? options->dtype
            : hf->has_dtype && hf->dtype == ITH_F32 ? ITH_F32
                                                    : ITH_BF16;
 }
 
-/* Device and model, before its ranks share it. */
-static ith_status open_model(ith_decoder *d, const char *model_dir, ith_error *err)
+ith_status ith_decoder_open_model(ith_hf_config *hf, ith_session *session, ith_model **model,
+                                  const char *dir, const ith_decoder_options *o, bool diffusion,
+                                  ith_error *err)
 {
-    const ith_decoder_options *o = &d->options;
-    ITH_TRY(ith_hf_config_load(&d->hf, model_dir, err));
-    if (d->hf.family == ITH_FAMILY_LLADA2)
+    ITH_TRY(ith_hf_config_load(hf, dir, err));
+    if (diffusion && hf->family != ITH_FAMILY_LLADA2)
+        return ith_fail(err, ITH_ERR_USAGE, "%s: %s is not a diffusion model", dir, hf->model_type);
+    if (!diffusion && hf->family == ITH_FAMILY_LLADA2)
         return ith_fail(err, ITH_ERR_UNSUPPORTED,
-                        "%s: %s writes blocks, not token by token (use ithaca generate)", model_dir,
-                        d->hf.model_type);
-    ITH_TRY(ith_decoder_open_session(&d->session, o, err));
+                        "%s: %s writes blocks, not token by token (use ithaca generate)", dir,
+                        hf->model_type);
+    ITH_TRY(open_session(session, o, err));
     return (o->media.max_patches ? ith_model_create_multimodal : ith_model_create)(
-        &d->model, &d->hf, ith_decoder_dtype(o, &d->hf), o->capacity, err);
+        model, hf, wanted_dtype(o, hf), o->capacity, err);
 }
 
 /* Host memory of an append. */
@@ -210,7 +214,10 @@ ith_status ith_decoder_open(ith_decoder *d, const char *model_dir,
     d->options = *options;
     ITH_ASSERT(options->batch > 0 && options->capacity > 0 &&
                options->max_append >= options->batch);
-    ITH_TRY_OUT(ith_comm_agree(world, open_model(d, model_dir, err), err));
+    ITH_TRY_OUT(ith_comm_agree(
+        world,
+        ith_decoder_open_model(&d->hf, &d->session, &d->model, model_dir, options, false, err),
+        err));
     ITH_TRY_OUT(ith_decoder_ranks_open(&d->ranks, d->model, &d->session, &options->ranks));
     ITH_TRY_OUT(ith_comm_agree(world, open_memory(d, model_dir, err), err));
     ITH_TRY_OUT(ith_model_refresh_weights(d->model, &d->session.ctx));
@@ -565,7 +572,9 @@ static ith_status run(ith_decoder *d, ith_sampler *sampler, sequence *seqs, int6
 ith_status ith_decoder_generate(ith_decoder *d, const ith_ids *prompts, int64_t num,
                                 const ith_generate_options *how, ith_error *err)
 {
-    ITH_ASSERT((num > 0 || d->ranks.walks_together) && num <= d->options.batch);
+    ITH_ASSERT(num <= d->options.batch);
+    if (!ith_decoder_ranks_walks(&d->ranks, num))
+        return ITH_OK;
     sequence *seqs = NULL;
     const int32_t **ids = NULL;
     int64_t *counts = NULL;

@@ -64,18 +64,17 @@ ith_status ith_decoder_append(ith_decoder *d, const int32_t *const *ids, const i
 ith_status ith_decoder_append_media(ith_decoder *d, const int32_t *const *ids,
                                     const int64_t *counts, const ith_decoder_media *media);
 
-/* Parts of opening that the block decoder shares. Threads and devices are those of the local rank.
- */
-ith_status ith_decoder_open_session(ith_session *session, const ith_decoder_options *options,
-                                    ith_error *err);
-/* The type of weights and cache: the wish, or that of the files. */
-ith_dtype ith_decoder_dtype(const ith_decoder_options *options, const ith_hf_config *hf);
+/* Parts of opening that the block decoder shares: device and model, which writes blocks (diffusion)
+ * or does not, before ranks share it; then its weights. */
+ith_status ith_decoder_open_model(ith_hf_config *hf, ith_session *session, ith_model **model,
+                                  const char *dir, const ith_decoder_options *options,
+                                  bool diffusion, ith_error *err);
 ith_status ith_decoder_load(ith_model *model, ith_ctx *ctx, const char *dir, ith_error *err);
 
-/* Answers to a batch of prompts (num <= options.batch, 0 on a rank that only walks along; each with
- * room for one token more). Calls token(arg, i, id) for every new token, stop tokens included; an
- * answer ends with a stop id, after max_new tokens, at the capacity, or when token returns false.
- * Of ranks that share sequences only the one that chooses calls it. */
+/* Answers to a batch of prompts (num <= options.batch; each with room for one token more). Without
+ * any a rank walks along, where all walk together. Calls token(arg, i, id) for every new token,
+ * stop tokens included; an answer ends with a stop id, after max_new tokens, at the capacity, or
+ * when token returns false. Of ranks that share sequences only the one that chooses calls it. */
 typedef struct {
     ith_sampling sampling;
     const int32_t *stop_ids;

@@ -133,6 +133,11 @@ bool ith_decoder_ranks_keeps(const ith_decoder_ranks *r, int64_t position, int64
     return !r->exchange || position / unit % r->mesh.cp_size == r->mesh.cp_rank;
 }
 
+bool ith_decoder_ranks_walks(const ith_decoder_ranks *r, int64_t num_prompts)
+{
+    return num_prompts > 0 || r->walks_together;
+}
+
 ith_status ith_decoder_ranks_any(const ith_decoder_ranks *r, bool *open, ith_error *err)
 {
     int64_t any = *open;

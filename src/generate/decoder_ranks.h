@@ -54,6 +54,8 @@ int64_t ith_decoder_ranks_slice(const ith_decoder_ranks *r, int64_t n);
 /* Whether what is decoded at this position stays here. */
 bool ith_decoder_ranks_keeps(const ith_decoder_ranks *r, int64_t position, int64_t unit);
 
+/* Whether this one generates: it has prompts, or walks along with those that have. */
+bool ith_decoder_ranks_walks(const ith_decoder_ranks *r, int64_t num_prompts);
 /* *open becomes whether it is so on any rank that walks along. */
 ith_status ith_decoder_ranks_any(const ith_decoder_ranks *r, bool *open, ith_error *err);
 /* data of the rank that chooses, on all of its group. */
