@@ -136,6 +136,38 @@ __device__ __forceinline__ void hide(float (&s)[N][4], const stretches *own, int
     }
 }
 
+/* A thread of those that multiply. seen: what its warp's 16 rows see. */
+struct consumer {
+    int thread, lane, warp; /* of its warpgroup; of its warp; of the warpgroup's */
+    uint32_t group;
+    const stretches *seen;
+    seen_by_all all;
+};
+
+/* rows: how many a warpgroup has of own; 0: all have the same. */
+__device__ __forceinline__ consumer enter_consumer(const stretches *own, uint32_t rows)
+{
+    consumer me;
+    registers_take<CONSUMER_REGISTERS>();
+    me.thread = (int)threadIdx.x % GROUP_THREADS;
+    me.lane = me.thread % 32;
+    me.warp = me.thread / 32;
+    me.group = threadIdx.x / GROUP_THREADS - 1;
+    me.seen = own + me.group * rows + me.warp * 16;
+    me.all = all_see(me.seen);
+    return me;
+}
+
+/* What the warp's rows do not see of a tile of OTHER columns from `column` on; s begins `skip`
+ * columns further. */
+template <int OTHER, int N>
+__device__ __forceinline__ void hide_unseen(float (&s)[N][4], const consumer &me, int part,
+                                            int32_t column, float value, int32_t skip = 0)
+{
+    if (!covers<OTHER>(me.all, part, column))
+        hide(s, me.seen, part, column + skip, me.lane, value);
+}
+
 /* Results of 16 N columns as left operands. */
 template <int N>
 __device__ __forceinline__ void as_left(uint32_t (&a)[N / 2][4], const float (&x)[N][4])

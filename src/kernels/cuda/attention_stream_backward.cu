@@ -60,13 +60,6 @@ __global__ void backward_stats(const __grid_constant__ backward_args a)
     }
 }
 
-__device__ __forceinline__ void store_matrices(uint32_t at, const uint32_t (&x)[4])
-{
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
-}
-
 __device__ __forceinline__ void add_to_memory(float *to, const float (&x)[4])
 {
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]),
@@ -234,16 +227,13 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0)
             stream_queries<D>(a, base, w, total, row0, b.kv, b.head0);
     } else {
-        registers_take<CONSUMER_REGISTERS>();
-        int thread = (int)threadIdx.x % GROUP_THREADS, lane = thread % 32, warp = thread / 32;
-        uint32_t g = threadIdx.x / GROUP_THREADS - 1;
-        const stretches *mine = own + g * 64 + warp * 16;
-        seen_by_all all = all_see(mine);
+        consumer me = enter_consumer(own, 64);
+        uint32_t g = me.group;
         uint32_t ks = base + at::K + g * at::TILE, vs = base + at::V + g * at::TILE;
         /* where this lane stores rows of its warp's gradients of scores */
-        uint32_t row = (uint32_t)(warp * 16 + lane % 16);
+        uint32_t row = (uint32_t)(me.warp * 16 + me.lane % 16);
         uint32_t ds_row = base + at::DS + g * PIECE_BYTES + row * 128;
-        uint32_t ds_piece = (uint32_t)lane / 16;
+        uint32_t ds_piece = (uint32_t)me.lane / 16;
         float dk[D / 8][4] = {}, dv[D / 8][4] = {}, s[QUERIES / 8][4];
         float scale_log2 = a.scale * LOG2_E;
         float *dq_tile = reinterpret_cast<float *>(memory + (base - shared_at(memory)) + at::DQ);
@@ -263,7 +253,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             backward_step t = step_at(w, i, each, b.head0);
             const float2 *lse =
                 reinterpret_cast<const float2 *>(start + at::STATS + st * 2 * QUERIES * 4) +
-                lane % 4;
+                me.lane % 4;
             const float2 *delta = lse + QUERIES / 2;
             float p[QUERIES / 8][4], dp[QUERIES / 8][4];
             uint32_t left[QUERIES / 16][4], left_ds[QUERIES / 16][4];
@@ -274,8 +264,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             product<D>(dp, vs, gs, PIECE_BYTES, PIECE_BYTES);
             wgmma_commit();
             weights_of(p, s, lse, scale_log2);
-            if (!covers<QUERIES>(all, t.part, t.row))
-                hide(p, mine, t.part, t.row, lane, 0.0f);
+            hide_unseen<QUERIES>(p, me, t.part, t.row, 0.0f);
             as_left(left, p);
             wgmma_begin();
             add_product(dv, left, gs);
@@ -291,11 +280,11 @@ __global__ void __launch_bounds__(THREADS, 1)
             if constexpr (DQ) {
 #pragma unroll
                 for (uint32_t k = 0; k < QUERIES / 16; k++)
-                    store_matrices(ds_row + buffer * ROWS * 128 +
-                                       ((2 * k + ds_piece ^ row % 8) * 16),
-                                   left_ds[k]);
+                    store_squares(ds_row + buffer * ROWS * 128 +
+                                      ((2 * k + ds_piece ^ row % 8) * 16),
+                                  left_ds[k]);
                 written_for_engines();
-                if (thread == 0)
+                if (me.thread == 0)
                     stores_wait_read();
                 join_threads<CONSUMERS * GROUP_THREADS>(1);
                 /* heads of 128: each warpgroup makes half of the columns; of 64: its keys' share */
@@ -316,14 +305,14 @@ __global__ void __launch_bounds__(THREADS, 1)
             wgmma_results(dv);
             wgmma_results(dk);
             scores(i + 1);
-            if (lane == 0)
+            if (me.lane == 0)
                 barrier_arrive(empty + st * 8);
             if constexpr (DQ) {
                 float *from = dq_tile + g * FRAGMENTS;
-                store_fragments(from, dq, thread);
+                store_fragments(from, dq, me.thread);
                 written_for_engines();
                 join_threads<GROUP_THREADS>(2 + (int)g);
-                if (thread == 0) {
+                if (me.thread == 0) {
                     add_bytes(dq_at(a, t, PANELS, PANELS == 1 ? 0 : (int)g), shared_at(from),
                               FRAGMENTS * 4);
                     stores_end();
@@ -332,7 +321,7 @@ __global__ void __launch_bounds__(THREADS, 1)
         }
         wgmma_wait<0>();
         wgmma_results(s);
-        if (thread == 0)
+        if (me.thread == 0)
             stores_wait();
         int64_t end = a.keys, first = row0 + (int32_t)g * 64;
         if (a.splits == 1) {
@@ -340,8 +329,8 @@ __global__ void __launch_bounds__(THREADS, 1)
             store_rows<D>(a.dv, b.kv, first, end, dv, 1.0f, a.dim);
         } else {
             float *to = part_of(a, b, ROWS * D) + g * PANELS * FRAGMENTS;
-            store_fragments(to, dk, thread);
-            store_fragments(to + ROWS * D, dv, thread);
+            store_fragments(to, dk, me.thread);
+            store_fragments(to + ROWS * D, dv, me.thread);
         }
     }
 }
@@ -402,12 +391,10 @@ __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0)
             stream_wide_queries(a, base, w, total, row0, b.kv, b.head0);
     } else {
-        registers_take<CONSUMER_REGISTERS>();
-        int thread = (int)threadIdx.x % GROUP_THREADS, lane = thread % 32, warp = thread / 32;
-        uint32_t g = threadIdx.x / GROUP_THREADS - 1;
-        const stretches *mine = own + warp * 16;
-        seen_by_all all = all_see(mine);
-        uint32_t row = (uint32_t)(warp * 16 + lane % 16), piece = g * 4 + (uint32_t)lane / 16;
+        consumer me = enter_consumer(own, 0);
+        uint32_t g = me.group;
+        uint32_t row = (uint32_t)(me.warp * 16 + me.lane % 16),
+                 piece = g * 4 + (uint32_t)me.lane / 16;
         float dk[HALF / 8][4] = {}, dv[HALF / 8][4] = {}, s[4][4];
         float scale_log2 = a.scale * LOG2_E;
         auto scores = [&](int32_t i) {
@@ -429,7 +416,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             backward_step t = step_at(w, i, each, b.head0);
             const float2 *lse =
                 reinterpret_cast<const float2 *>(memory + at::STATS + st * 2 * QUERIES * 4) +
-                g * 16 + lane % 4;
+                g * 16 + me.lane % 4;
             const float2 *delta = lse + QUERIES / 2;
             float p[4][4], dp[4][4];
             uint32_t left[2][4];
@@ -440,19 +427,18 @@ __global__ void __launch_bounds__(THREADS, 1)
             product<at::D>(dp, base + at::V, gs + g * 32 * 128, PIECE_BYTES, PIECE_BYTES);
             wgmma_commit();
             weights_of(p, s, lse, scale_log2);
-            if (!covers<QUERIES>(all, t.part, t.row))
-                hide(p, mine, t.part, t.row + (int32_t)g * 32, lane, 0.0f);
+            hide_unseen<QUERIES>(p, me, t.part, t.row, 0.0f, (int32_t)g * 32);
             as_left(left, p);
 #pragma unroll
             for (uint32_t k = 0; k < 2; k++)
-                store_matrices(ps + row * 128 + ((2 * k + piece ^ row % 8) * 16), left[k]);
+                store_squares(ps + row * 128 + ((2 * k + piece ^ row % 8) * 16), left[k]);
             wgmma_wait<0>();
             wgmma_results(dp);
             gradients_of(p, dp, delta);
             as_left(left, p);
 #pragma unroll
             for (uint32_t k = 0; k < 2; k++)
-                store_matrices(ds + row * 128 + ((2 * k + piece ^ row % 8) * 16), left[k]);
+                store_squares(ds + row * 128 + ((2 * k + piece ^ row % 8) * 16), left[k]);
             written_for_engines();
             join_threads<CONSUMERS * GROUP_THREADS>(1);
             wgmma_begin();
@@ -467,7 +453,7 @@ __global__ void __launch_bounds__(THREADS, 1)
             wgmma_wait<0>();
             wgmma_results(dv);
             wgmma_results(dk);
-            if (lane == 0)
+            if (me.lane == 0)
                 barrier_arrive(empty + st * 8);
             scores(i + 1);
         }
@@ -480,8 +466,8 @@ __global__ void __launch_bounds__(THREADS, 1)
                              a.dim - (int)g * HALF);
         } else {
             float *to = part_of(a, b, at::PANELS * FRAGMENTS) + g * 2 * FRAGMENTS;
-            store_fragments(to, dk, thread);
-            store_fragments(to + at::PANELS * FRAGMENTS, dv, thread);
+            store_fragments(to, dk, me.thread);
+            store_fragments(to + at::PANELS * FRAGMENTS, dv, me.thread);
         }
     }
 }
@@ -558,16 +544,13 @@ __global__ void __launch_bounds__(THREADS, 1) stream_dq(const __grid_constant__ 
             }
         }
     } else {
-        registers_take<CONSUMER_REGISTERS>();
-        int thread = (int)threadIdx.x % GROUP_THREADS, lane = thread % 32, warp = thread / 32;
-        uint32_t g = threadIdx.x / GROUP_THREADS - 1;
-        const stretches *mine = own + g * 64 + warp * 16;
-        seen_by_all all = all_see(mine);
+        consumer me = enter_consumer(own, 64);
+        uint32_t g = me.group;
         uint32_t qs = base + at::Q + g * at::OWN, gs = base + at::G + g * at::OWN;
         float acc[D / 8][4] = {}, s[N][4], lse[2], delta[2], scale_log2 = a.scale * LOG2_E;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int64_t row = row0 + (int32_t)g * 64 + warp * 16 + lane / 4 + 8 * half;
+            int64_t row = row0 + (int32_t)g * 64 + me.warp * 16 + me.lane / 4 + 8 * half;
             lse[half] = a.lse_log2[head * a.padded + row];
             delta[half] = a.delta[head * a.padded + row];
         }
@@ -590,7 +573,7 @@ __global__ void __launch_bounds__(THREADS, 1) stream_dq(const __grid_constant__ 
             wgmma_wait<0>();
             wgmma_results(s);
             wgmma_results(acc);
-            if (lane == 0 && i > 0)
+            if (me.lane == 0 && i > 0)
                 barrier_arrive(base + at::K_EMPTY + (uint32_t)(i - 1) % at::K_STAGES * 8);
             barrier_wait(base + at::V_FULL + st * 8, (uint32_t)i / at::V_STAGES & 1);
             wgmma_begin();
@@ -601,11 +584,10 @@ __global__ void __launch_bounds__(THREADS, 1) stream_dq(const __grid_constant__ 
 #pragma unroll
                 for (int j = 0; j < 4; j++)
                     p[n][j] = power_of_two(s[n][j] * scale_log2 - lse[j / 2]);
-            if (!covers<at::KEYS>(all, w.part(i), w.row(i)))
-                hide(p, mine, w.part(i), w.row(i), lane, 0.0f);
+            hide_unseen<at::KEYS>(p, me, w.part(i), w.row(i), 0.0f);
             wgmma_wait<0>();
             wgmma_results(dp);
-            if (lane == 0)
+            if (me.lane == 0)
                 barrier_arrive(base + at::V_EMPTY + st * 8);
 #pragma unroll
             for (int n = 0; n < N; n++)

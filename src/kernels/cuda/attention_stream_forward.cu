@@ -132,11 +132,8 @@ __global__ void __launch_bounds__(THREADS, 1) stream_forward(const __grid_consta
         if (threadIdx.x == 0)
             stream_keys<D>(a, base, w, row0, head);
     } else {
-        registers_take<CONSUMER_REGISTERS>();
-        int thread = (int)threadIdx.x % GROUP_THREADS, lane = thread % 32, warp = thread / 32;
-        uint32_t g = threadIdx.x / GROUP_THREADS - 1;
-        const stretches *mine = own + g * 64 + warp * 16;
-        seen_by_all all = all_see(mine);
+        consumer me = enter_consumer(own, 64);
+        uint32_t g = me.group;
         uint32_t qs = base + at::Q + g * at::OWN;
         float acc[D / 8][4] = {}, s[N][4], sum[2] = {}, back[2];
         float top[2] = {-INFINITY, -INFINITY}, scale_log2 = a.scale * LOG2_E;
@@ -160,10 +157,9 @@ __global__ void __launch_bounds__(THREADS, 1) stream_forward(const __grid_consta
             wgmma_commit();
         };
         auto weights = [&](int32_t i) {
-            if (lane == 0)
+            if (me.lane == 0)
                 barrier_arrive(k_empty + (uint32_t)i % STAGES * 8);
-            if (!covers<at::KEYS>(all, w.part(i), w.row(i)))
-                hide(s, mine, w.part(i), w.row(i), lane, -INFINITY);
+            hide_unseen<at::KEYS>(s, me, w.part(i), w.row(i), -INFINITY);
             weigh(s, top, sum, back, scale_log2);
         };
         if (g == 1) /* the first may begin */
@@ -185,7 +181,7 @@ __global__ void __launch_bounds__(THREADS, 1) stream_forward(const __grid_consta
                 weights(i);
                 wgmma_wait<0>();
                 wgmma_results(acc);
-                if (lane == 0)
+                if (me.lane == 0)
                     barrier_arrive(v_empty + (uint32_t)(i - 1) % STAGES * 8);
 #pragma unroll
                 for (int n = 0; n < D / 8; n++)
@@ -200,14 +196,14 @@ __global__ void __launch_bounds__(THREADS, 1) stream_forward(const __grid_consta
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            int64_t row = row0 + (int32_t)g * 64 + warp * 16 + lane / 4 + 8 * half;
+            int64_t row = row0 + (int32_t)g * 64 + me.warp * 16 + me.lane / 4 + 8 * half;
             float whole = quad_sum(sum[half]), factor = whole > 0 ? 1.0f / whole : 0.0f;
 #pragma unroll
             for (int n = 0; n < D / 8; n++) {
                 acc[n][2 * half] *= factor;
                 acc[n][2 * half + 1] *= factor;
             }
-            if (row < a.queries && lane % 4 == 0)
+            if (row < a.queries && me.lane % 4 == 0)
                 a.lse[row * a.q_heads + head] = top[half] * a.scale + logf(whole);
         }
         store_rows<D>(a.o, head, row0 + (int32_t)g * 64, a.queries, acc, 1.0f, a.dim);

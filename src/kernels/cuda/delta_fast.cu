@@ -182,10 +182,7 @@ __device__ __forceinline__ void store_block(prepare_shared *s, int own, const fl
         }
     }
     int to = row * BLOCK + lane / 16 * 8 + lane % 8, piece = 2 * col + lane / 8 % 2;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                     shared_at(s->z[own] + to * 64 + (piece ^ to % 8) * 8)),
-                 "r"(f[0]), "r"(f[1]), "r"(f[2]), "r"(f[3])
-                 : "memory");
+    store_squares<true>(shared_at(s->z[own] + to * 64 + (piece ^ to % 8) * 8), f);
 }
 
 /* Block column `col` of Z = E o ((I + M beta)^-1 M), by one warp, block row by block row. */
@@ -251,10 +248,7 @@ __device__ __forceinline__ void store_p(prepare_shared *s, int own, const square
                 f[i] = two(j <= row ? x : 0.0f, j + 1 <= row ? y : 0.0f);
             }
         }
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                         at + (uint32_t)(2 * k + lane / 16 ^ lane % 8) * 16),
-                     "r"(f[0]), "r"(f[1]), "r"(f[2]), "r"(f[3])
-                     : "memory");
+        store_squares(at + (uint32_t)(2 * k + lane / 16 ^ lane % 8) * 16, f);
     }
 }
 

@@ -32,12 +32,6 @@ template <int THREADS> __device__ __forceinline__ void clear_rows(void *tile, in
                    n % 8 * 16) = make_uint4(0, 0, 0, 0);
 }
 
-/* A pair of bf16. */
-__device__ __forceinline__ float2 both(uint32_t x)
-{
-    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(&x));
-}
-
 __device__ __forceinline__ void put2(bf16 *to, float x, float y)
 {
     *reinterpret_cast<__nv_bfloat162 *>(to) = __floats2bfloat162_rn(x, y);

@@ -70,10 +70,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&x)[N][4], const bf16 *t
 {
 #pragma unroll
     for (int k = 0; k < N; k++)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(x[k][0]), "=r"(x[k][1]), "=r"(x[k][2]), "=r"(x[k][3])
-                     : "r"(matrices_at(tile, m, from, k))
-                     : "memory");
+        load_squares(x[k], matrices_at(tile, m, from, k));
 }
 
 template <int N>
@@ -82,10 +79,7 @@ __device__ __forceinline__ void store_matrices(bf16 *tile, const uint32_t (&x)[N
 {
 #pragma unroll
     for (int k = 0; k < N; k++)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                         matrices_at(tile, m, from, k)),
-                     "r"(x[k][0]), "r"(x[k][1]), "r"(x[k][2]), "r"(x[k][3])
-                     : "memory");
+        store_squares(matrices_at(tile, m, from, k), x[k]);
 }
 
 typedef uint32_t side_units[SIDE / 16][4]; /* a warp's part of q or k, as in memory */

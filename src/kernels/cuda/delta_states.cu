@@ -226,10 +226,7 @@ __device__ __forceinline__ void load_turned(uint32_t (&f)[C / 16][4], const char
     uint32_t at = shared_at(tile) + (uint32_t)(row * 128 + (piece ^ row % 8) * 16);
 #pragma unroll
     for (int k = 0; k < C / 16; k++)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                     : "=r"(f[k][0]), "=r"(f[k][1]), "=r"(f[k][2]), "=r"(f[k][3])
-                     : "r"(at + (uint32_t)k * 16 * 128)
-                     : "memory");
+        load_squares<true>(f[k], at + (uint32_t)k * 16 * 128);
 }
 
 /* Left operands back to tiles [C,COLS], N / 4 of them. */
@@ -240,10 +237,7 @@ template <int N> __device__ __forceinline__ void put_turned(char *tiles, const u
     uint32_t at = shared_at(tiles) + (uint32_t)(row * 128 + (piece ^ row % 8) * 16);
 #pragma unroll
     for (int k = 0; k < N; k++)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
-                         at + (uint32_t)k * 16 * 128),
-                     "r"(f[k][0]), "r"(f[k][1]), "r"(f[k][2]), "r"(f[k][3])
-                     : "memory");
+        store_squares<true>(at + (uint32_t)k * 16 * 128, f[k]);
 }
 
 /* The threads of this warpgroup. */

@@ -316,10 +316,7 @@ __device__ __forceinline__ void send_bf16(const tiled_product &t, const results 
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 v[i] = two(c[32 * p + 4 * j + 2 * i], c[32 * p + 4 * j + 2 * i + 1]);
-            asm volatile(
-                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                : "memory");
+            store_squares(at, v);
         }
         written_for_engines();
         join_threads<WARPGROUP>(bar);

@@ -225,6 +225,44 @@ __device__ __forceinline__ uint32_t two(float lo, float hi)
     return *reinterpret_cast<uint32_t *>(&x);
 }
 
+__device__ __forceinline__ float2 both(uint32_t x)
+{
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162 *>(&x));
+}
+
+/* ---- squares of 8 x 8 bf16: lane l has 2 (l%4) and the next of row l/4 ----
+ * Four at a time; lanes 8i to 8i + 7 give where the rows of square i lie in shared memory. TURN: as
+ * their transposes. */
+
+template <bool TURN = false>
+__device__ __forceinline__ void load_squares(uint32_t (&x)[4], uint32_t at)
+{
+    if constexpr (TURN)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "r"(at)
+                     : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                     : "r"(at)
+                     : "memory");
+}
+
+template <bool TURN = false>
+__device__ __forceinline__ void store_squares(uint32_t at, const uint32_t (&x)[4])
+{
+    if constexpr (TURN)
+        asm volatile(
+            "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+            "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+            : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                     "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                     : "memory");
+}
+
 /* ---- wgmma ---- */
 
 /* How wgmma finds an operand at `at`. k-major: rows are the outer index, 8 of them make 1024 bytes.
