@@ -189,6 +189,9 @@ __device__ __forceinline__ void enter_stage(walk_shared<GROUPS, KIND> *sh, const
     }
 }
 
+/* A warp's lanes have read before its first one arrives: __syncwarp orders them. racecheck does not
+ * follow that and may say that gates are read while the next ones come; with every lane arriving
+ * by itself it says nothing. */
 template <int GROUPS, walk_kind KIND>
 __device__ __forceinline__ void leave_stage(walk_shared<GROUPS, KIND> *sh, stage_turn &t)
 {
