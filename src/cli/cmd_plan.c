@@ -9,34 +9,45 @@
 
 #define USABLE 0.97 /* of the named GB */
 
-static ith_status on_this_machine(ith_trainer *t, ith_buf *out)
+/* Of the time that products alone would take at the rate of a large one. */
+#define EFFICIENCY 0.6
+
+/* What the backward walk computes a second time, as a share of all. */
+static double recomputed(const ith_trainer *t, const ith_flops *f)
 {
-    const ith_step_config *c = &t->step->config;
-    int64_t docs = ith_max_i64(1, c->max_tokens / ith_max_i64(c->max_doc_tokens, 1)),
-            len = c->max_tokens / docs;
-    ith_buf cu = {0};
-    for (int64_t i = 0; i <= docs; i++) {
-        int32_t at = (int32_t)(i * len);
-        ith_buf_append(&cu, &at, sizeof at);
+    const ith_step *s = t->step;
+    double layers = (double)t->hf.num_hidden_layers, products = layers - (double)s->layers_keep_all,
+           attention = products - (double)s->layers_keep_attention;
+    return (products * f->linear + attention * f->attention) / (3 * layers * f->total);
+}
+
+static void predict_time(ith_trainer *t, ith_buf *out)
+{
+    ith_error why = {0};
+    ith_error *err = t->session.ctx.err;
+    ith_flops f = ith_trainer_step_flops(t);
+    double rate = 0, ranks = (double)t->layout.world_size;
+    t->session.ctx.err = &why;
+    ith_status status = ith_measure_matmul_rate(&t->session, t->model->dtype, &rate);
+    t->session.ctx.err = err;
+    if (status != ITH_OK) {
+        ith_buf_printf(out, "time: not known without the device: %s\n", why.text);
+        return;
     }
-    ITH_TRY(ith_buf_check(&cu, "plan", t->session.ctx.err));
-    ith_flops f = ith_model_flops(t->model, (const int32_t *)(const void *)cu.data, docs,
-                                  ith_min_i64(c->max_labels, docs * len));
-    ith_buf_deinit(&cu);
-    double rate = 0;
-    if (ith_measure_matmul_rate(&t->session, t->model->dtype, &rate) != ITH_OK) {
-        ith_error_clear(t->session.ctx.err);
-        return ITH_OK;
-    }
-    ith_buf_printf(
-        out,
-        "time: %.3g FLOP for a full micro-batch (products %.0f%%, attention %.0f%%, head %.0f%%); "
-        "this machine multiplies "
-        "at %.3g FLOP/s: %.3g s at its rate, %.3g s at 60%% of it; %lld micro-batch%s a step\n",
-        f.total, 100 * f.linear / f.total, 100 * f.attention / f.total, 100 * f.head / f.total,
-        rate, f.total / rate, f.total / rate / 0.6, (long long)t->layout.grad_accum,
-        t->layout.grad_accum == 1 ? "" : "es");
-    return ITH_OK;
+    char all[32], among[64] = "", again[64] = "";
+    double more = recomputed(t, &f), seconds = f.total * (1 + more) / (rate * ranks * EFFICIENCY);
+    ith_format_time(seconds * (double)t->total_steps, all, sizeof all);
+    if (more > 0.005)
+        snprintf(again, sizeof again, ", and %.0f%% of it again to recompute", 100 * more);
+    if (ranks > 1)
+        snprintf(among, sizeof among, " on each of %.0f ranks", ranks);
+    ith_buf_printf(out,
+                   "time: about %.2g s a step, %s for %lld step%s: %.2e FLOP a step (products "
+                   "%.0f%%, attention %.0f%%, head %.0f%%)%s, at %.0f%% of the %.2e FLOP/s that a "
+                   "large product reaches here undisturbed%s\n",
+                   seconds, all, (long long)t->total_steps, t->total_steps == 1 ? "" : "s", f.total,
+                   100 * f.linear / f.total, 100 * f.attention / f.total, 100 * f.head / f.total,
+                   again, 100 * EFFICIENCY, rate, among);
 }
 
 static int64_t bytes_of(const ith_trainer *t, double gigabytes)
@@ -66,30 +77,38 @@ static ith_status longest(ith_trainer *t, ith_buf *out)
     return ITH_OK;
 }
 
-static ith_status plan(const ith_config *config, ith_error *err)
+static void add_line(void *arg, const char *text)
+{
+    ith_buf_printf(arg, "%s\n", text);
+}
+
+static ith_status plan(const ith_config *config, bool all_keys, ith_error *err)
 {
     ith_trainer t;
-    ith_buf out = {0};
-    ITH_TRY(ith_config_dump(config, &out, err));
-    ith_buf_puts(&out, "\n");
-    ith_status status = ith_trainer_open(&t, config, true, NULL, err);
+    ith_buf out = {0}, said = {0};
+    const ith_trainer_hooks hooks = {.text = add_line, .arg = &said};
+    for (int i = 0; i < ith_config_num_notes(config); i++)
+        add_line(&said, ith_config_note(config, i));
+    ith_status status = ith_trainer_open(&t, config, true, &hooks, err);
     if (status == ITH_OK) {
         ith_buf_printf(&out, "model: %s, %.3g parameters, %lld layers, vocabulary %lld\n",
                        t.hf.model_type, (double)t.model->num_weights,
                        (long long)t.hf.num_hidden_layers, (long long)t.hf.vocab_size);
-        ith_trainer_put_data(&t, &out);
-        ith_buf_puts(&out, "\n");
         ith_memory_table(&t, &out);
         ith_buf_puts(&out, "\n");
+        status = longest(&t, &out);
         if (status == ITH_OK)
-            status = longest(&t, &out);
-        if (status == ITH_OK)
-            status = on_this_machine(&t, &out);
+            predict_time(&t, &out);
         ith_trainer_close(&t);
     }
+    ith_buf_printf(&out, "\n%s\n# %s\n", said.data ? said.data : "",
+                   all_keys ? "All keys" : "Keys that were given (--all-keys shows all)");
+    if (status == ITH_OK)
+        status = ith_config_dump(config, all_keys, &out, err);
     if (status == ITH_OK)
         status = ith_print(&out, err);
     ith_buf_deinit(&out);
+    ith_buf_deinit(&said);
     return status;
 }
 
@@ -235,7 +254,7 @@ static ith_status run_plan(const ith_args *args, ith_error *err)
         return ith_fail(err, ITH_ERR_USAGE,
                         "plan: give a configuration file, or --tokens or --longest");
     ITH_TRY(load(&config, args, NULL, 0, err));
-    ith_status status = plan(&config, err);
+    ith_status status = plan(&config, ith_args_flag(args, "all-keys"), err);
     ith_config_deinit(&config);
     return status;
 }
@@ -257,12 +276,16 @@ static const ith_option options[] = {
      .type = ITH_OPTION_WORD,
      .help = "With these two: a published shape instead of the model's.",
      .words = ith_preset_words},
+    {.name = "all-keys",
+     .letter = 'a',
+     .type = ITH_OPTION_FLAG,
+     .help = "Show every key of the resolved configuration, not only those that were given."},
     {.name = NULL}};
 
 const ith_command ith_cmd_plan = {
     .name = "plan",
     .arguments = "[CONFIG] [key=value ...]",
-    .summary = "Show the resolved configuration, memory and time before any weight is read",
+    .summary = "Show memory, time and the resolved configuration before any weight is read",
     .details = "The memory table is made by walking the very step that train runs, on a backend "
                "that counts: neither the weights, nor the GPUs, nor the other ranks of the job are "
                "needed.\n"

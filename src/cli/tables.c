@@ -17,7 +17,7 @@ const char *ith_format_bytes(int64_t bytes, char *out, size_t size)
     return out;
 }
 
-static void format_time(double seconds, char *out, size_t size)
+void ith_format_time(double seconds, char *out, size_t size)
 {
     int64_t s = isfinite(seconds) && seconds > 0 ? (int64_t)(seconds + 0.5) : 0;
     if (s >= 3600)
@@ -36,7 +36,7 @@ void ith_format_row(const ith_report_row *row, char *out, size_t size)
                  (long long)row->step, row->loss, (long long)row->labels, row->step_ms / 1e3);
         return;
     }
-    format_time((double)(row->total_steps - row->step) * row->step_ms / 1e3, left, sizeof left);
+    ith_format_time((double)(row->total_steps - row->step) * row->step_ms / 1e3, left, sizeof left);
     if (isfinite(row->mfu))
         snprintf(mfu, sizeof mfu, "  mfu %.0f%%", row->mfu * 100);
     snprintf(out, size, "step %lld/%lld  loss %.4f  grad %.3f  lr %.2e  %.0f tok/s%s  %s  eta %s",

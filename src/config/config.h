@@ -329,8 +329,9 @@ bool ith_config_is_set(const ith_config *config, const char *key);
 int ith_config_num_notes(const ith_config *config);
 const char *ith_config_note(const ith_config *config, int idx);
 
-/* Appends the resolved config as YAML: all keys, table order, one map per plugin. */
-ith_status ith_config_dump(const ith_config *config, ith_buf *out, ith_error *err);
+/* Appends the resolved config as YAML, in table order, one map per plugin: all keys under the names
+ * of their sections, or those alone that were given. */
+ith_status ith_config_dump(const ith_config *config, bool all, ith_buf *out, ith_error *err);
 /* Appends docs/config.md. */
 void ith_config_markdown(ith_buf *out);
 

@@ -135,14 +135,23 @@ ith_status ith_config_differs(const ith_config *config, int idx, bool *out, ith_
     return status;
 }
 
-ith_status ith_config_dump(const ith_config *config, ith_buf *out, ith_error *err)
+/* Whether a key, or one of its map, was given. */
+static bool is_given(const ith_config *config, int idx)
+{
+    bool given = false;
+    for (int i = 0; i < ith_config_num_rows; i++)
+        given |= (i == idx || ith_config_plugin_of(i) == idx) && config->origin->given[i].value;
+    return given;
+}
+
+ith_status ith_config_dump(const ith_config *config, bool all, ith_buf *out, ith_error *err)
 {
     const char *section = "";
     for (int i = 0; i < ith_config_num_rows; i++) {
         const config_row *row = &ith_config_rows[i];
-        if (!ith_config_row_applies(config, i))
+        if (!ith_config_row_applies(config, i) || !(all || is_given(config, i)))
             continue;
-        if (strcmp(section, row->section) != 0)
+        if (all && strcmp(section, row->section) != 0)
             ith_buf_printf(out, "%s# %s\n", *section ? "\n" : "", row->section);
         section = row->section;
         const char *dot = strchr(row->name, '.');
@@ -185,7 +194,8 @@ void ith_config_markdown(ith_buf *out)
         "the keys that end in `_config` (a map may also be given as a JSON text). Arguments"
         " `key=value` after the file\n"
         "replace values; `optim_config.beta2=0.95` reaches into a map. `ithaca plan CONFIG` prints"
-        " the resolved form.\n"
+        " those that were given as they are\n"
+        "understood, with `--all-keys` all of them.\n"
         "\n"
         "Files of dFactory and VeOmni (`model: data: train:`) and of TRL (`model_name_or_path`, "
         "with"

@@ -36,15 +36,47 @@ static double round_bytes(const ith_run_shape *run, double element_bytes)
                                             : 0);
 }
 
+/* Rows of the model for a token of a document, and pairs of them for two. */
+static void rows_and_pairs(const ith_run_shape *run, double *rows, double *pairs)
+{
+    double copies = run->noise && run->noise->complementary ? 2 : 1;
+    *rows = run->noise && run->noise->blocks ? 2 * copies : copies;
+    *pairs = run->noise ? copies : 0.5;
+}
+
+ith_flops ith_epoch_flops(const ith_run_shape *run, double *tower)
+{
+    double rows, pairs, tokens = 0, squares = 0;
+    ith_vision_flops f = {0, 0};
+    rows_and_pairs(run, &rows, &pairs);
+    *tower = 0;
+    if (run->hf->vision.hidden_size > 0)
+        f = ith_vision_flops_of(&run->hf->vision, run->config->freeze_vision_tower);
+    for (int64_t i = 0; i < ith_samples_count(run->samples); i++) {
+        int64_t n = ith_samples_length(run->samples, i);
+        double len = (double)(run->noise ? ith_noise_padded(run->noise, n) : n);
+        tokens += len;
+        squares += len * len;
+        ith_sample s = {0};
+        if (f.patch > 0)
+            s = ith_samples_get(run->samples, i);
+        for (int64_t k = 0; k < s.num_media; k++) {
+            double frame = (double)s.media[k].grid.h * s.media[k].grid.w;
+            *tower += s.media[k].grid.t * frame * (f.patch + f.pair * frame);
+        }
+    }
+    return ith_config_flops(run->hf, rows * tokens, pairs * squares,
+                            (double)ith_samples_num_labels(run->samples));
+}
+
 ith_batch_work ith_batch_work_of(const ith_run_shape *run)
 {
     const ith_hf_config *c = run->hf;
     int64_t cp = run->layout->cp_size;
     if (c->hidden_size == 0)
         return (ith_batch_work){.linear = 1};
-    double copies = run->noise && run->noise->complementary ? 2 : 1,
-           rows = run->noise && run->noise->blocks ? 2 * copies : copies,
-           pairs = run->noise ? copies : 0.5;
+    double rows, pairs;
+    rows_and_pairs(run, &rows, &pairs);
     double labels =
         (double)ith_samples_num_labels(run->samples) / (double)ith_samples_num_tokens(run->samples);
     double bytes = ith_config_param_dtype(run->config) == ITH_DTYPE_F32 ? 4 : 2;

@@ -5,6 +5,7 @@
 
 #include "checkpoint/hf_config.h"
 #include "data/noise.h"
+#include "model/model.h"
 
 typedef struct {
     const ith_config *config;
@@ -22,6 +23,8 @@ double ith_aux_coef(const ith_config *config, const ith_hf_config *hf);
 bool ith_keeps_micro_batches(const ith_config *config, const ith_hf_config *hf);
 /* What a document costs a rank. */
 ith_batch_work ith_batch_work_of(const ith_run_shape *run);
+/* FLOP of all samples once, each as long as it is; *tower: of their images and videos beside it. */
+ith_flops ith_epoch_flops(const ith_run_shape *run, double *tower);
 /* Sets what decides who computes which document: cp_size, work, whole, padded, and of training
  * keep_together. */
 void ith_deal_options(const ith_run_shape *run, bool training, ith_batcher_options *out);

@@ -71,6 +71,9 @@ ith_status ith_trainer_open_rank(ith_trainer *t, const ith_config *config, ith_c
  * step is there then. Diffusion models, whose batches depend on their noise, are refused. */
 ith_status ith_trainer_open_document(ith_trainer *t, const ith_config *config, const char *hf_text,
                                      int64_t tokens, ith_error *err);
+/* FLOP of an optimizer step, all ranks together, on average over an epoch; nothing is recomputed.
+ */
+ith_flops ith_trainer_step_flops(const ith_trainer *t);
 /* "data: 17 samples (4 held out), ..", a line without its end. */
 void ith_trainer_put_data(const ith_trainer *t, ith_buf *out);
 void ith_trainer_close(ith_trainer *t);
@@ -91,7 +94,8 @@ ith_status ith_trainer_run(ith_trainer *t, const ith_trainer_hooks *hooks, ith_r
                            ith_error *err);
 
 /* FLOP/s of matrix products that this ctx reaches on a large shape, measured (about half a second).
- */
+ * Of the CPU by the time its threads run, not by the clock: what others take from them is no
+ * property of the machine. */
 ith_status ith_measure_matmul_rate(ith_session *session, ith_dtype dtype, double *out);
 
 #endif

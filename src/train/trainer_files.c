@@ -16,7 +16,7 @@
 ith_status ith_trainer_store_config(const ith_config *config, ith_error *err)
 {
     ith_buf text = {0}, path = {0};
-    ith_status status = ith_config_dump(config, &text, err);
+    ith_status status = ith_config_dump(config, true, &text, err);
     ith_path_join(&path, config->output_dir, "ithaca_config.yaml");
     if (status == ITH_OK)
         status = ith_buf_check(&path, "output_dir", err);

@@ -532,6 +532,19 @@ static ith_status open_links(ith_trainer *t, ith_error *err)
     return ITH_OK;
 }
 
+ith_flops ith_trainer_step_flops(const ith_trainer *t)
+{
+    ith_run_shape shape = shape_of(t);
+    double tower, samples = (double)ith_samples_count(t->samples);
+    ith_flops f = ith_epoch_flops(&shape, &tower);
+    double share = (1 - (double)t->num_held_out / samples) / (double)t->steps_per_epoch;
+    f.linear = (f.linear + tower) * share;
+    f.attention *= share;
+    f.head *= share;
+    f.total = f.linear + f.attention + f.head;
+    return f;
+}
+
 void ith_trainer_put_data(const ith_trainer *t, ith_buf *out)
 {
     ith_buf_printf(out, "data: %lld samples", (long long)ith_samples_count(t->samples));
@@ -559,6 +572,7 @@ static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
         ith_ulysses_own_share(t->mesh, t->hf.num_attention_heads, t->hf.num_key_value_heads);
     int64_t u = t->mesh->ulysses_size, rings = ith_ring_size(t->mesh);
     char scheme[64] = "local", experts[32] = "";
+    const ith_comm *world = t->mesh->device_world[0]; /* NULL: a plan */
     if (t->mesh->ep_size > 1)
         snprintf(experts, sizeof experts, ", ep %lld", (long long)t->mesh->ep_size);
     if (rings > 1)
@@ -566,19 +580,19 @@ static void say_mesh(const ith_trainer *t, const ith_trainer_hooks *hooks)
     else if (u > 1)
         snprintf(scheme, sizeof scheme, "ulysses");
     ith_trainer_say(hooks,
-                    "ranks: %lld = dp %lld x cp %lld%s over %s; attention: %s, %lld query and %lld "
+                    "ranks: %lld = dp %lld x cp %lld%s%s%s; attention: %s, %lld query and %lld "
                     "key heads a rank; zero_stage %d over %lld; %lld sample%s a step, %lld "
                     "micro-batch%s a rank",
                     (long long)t->mesh->world_size, (long long)t->mesh->dp_size,
-                    (long long)t->mesh->cp_size, experts,
-                    t->mesh->device_world[0] ? ith_comm_way(t->mesh->device_world[0]) : "-", scheme,
-                    (long long)h.q_count, (long long)h.kv_count, ith_config_zero_stage(t->config),
+                    (long long)t->mesh->cp_size, experts, world ? " over " : "",
+                    world ? ith_comm_way(world) : "", scheme, (long long)h.q_count,
+                    (long long)h.kv_count, ith_config_zero_stage(t->config),
                     (long long)t->mesh->shard_size, (long long)t->layout.global_batch_size,
                     t->layout.global_batch_size == 1 ? "" : "s", (long long)t->layout.grad_accum,
                     t->layout.grad_accum == 1 ? "" : "es");
-    if (t->mesh->device_world[0] && t->mesh->device_world[0]->sharers > 1)
+    if (world && world->sharers > 1)
         ith_trainer_say(hooks, "ITH_SHARE_GPU: %lld ranks share %s, each plans with its part",
-                        (long long)t->mesh->device_world[0]->sharers, t->session.ctx.device->name);
+                        (long long)world->sharers, t->session.ctx.device->name);
 }
 
 /* Which kernels run, so that a slow choice does not pass unseen. */

@@ -45,6 +45,31 @@ cat >"$work/model/config.json" <<END
  "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 END
 "$ithaca" plan --tokens 4096 model="$work/model" device=cpu 2>&1 | grep -q "of 2 layers" || fail "model directory"
+
+# A run: memory, time and what train would say come first, then the keys that were given, or all.
+awk 'BEGIN { for (i = 0; i < 64; i++) printf "{\"instruction\": \"Say %d\", \"output\": \"The number %d is said.\"}\n", i, i * i }' >"$work/rows.jsonl"
+"$ithaca" init "$work/tiny" --size tiny --dtype float32 --learn "$work/rows.jsonl" --vocab-size 300 2>/dev/null >/dev/null
+cat >"$work/run.yaml" <<END
+model: $work/tiny
+train_dataset: $work/rows.jsonl
+cutoff_len: 64
+flash_attn: flash_attention_2
+END
+run() { "$ithaca" plan "$work/run.yaml" device=cpu "$@" 2>/dev/null; }
+run >"$work/short" || fail "a run: ended with $?"
+run --all-keys >"$work/long" || fail "a run, all keys: ended with $?"
+[ "$(head -n 2 "$work/short" | cut -d ' ' -f 1 | tr -d '\n')" = "model:memory" ] || fail "a run: begins with $(head -n 2 "$work/short")"
+for row in "time: about [0-9.e-]* s a step, [0-9:]* for 192 steps: " "longest sequence: " "chat template: " "data: 64 samples" "flash_attn: not needed" "^cutoff_len: 64$"; do
+    grep -q "$row" "$work/short" || fail "a run: no '$row'"
+done
+! grep -q "^pack_window" "$work/short" && grep -q "^pack_window: " "$work/long" || fail "pack_window, which was not given"
+[ "$(wc -l <"$work/long")" -gt $(($(wc -l <"$work/short") + 80)) ] || fail "--all-keys: not all"
+
+# Its FLOP are those of a step: as many documents of as many tokens. Two epochs' worth in a step are twice one's.
+flop() { run "$@" | sed -n 's/^time: .*steps*: \([0-9.e+]*\) FLOP.*/\1/p'; }
+awk -v a="$(flop global_batch_size=8)" -v b="$(flop global_batch_size=16)" -v c="$(flop global_batch_size=8 recompute=full)" \
+    'BEGIN { exit !(a > 0 && b > 1.98 * a && b < 2.02 * a && a == c) }' || fail "FLOP of a step"
+run recompute=full | grep -q "and [0-9]*% of it again to recompute" || fail "recompute: not told"
 rm -r "$work"
 
 refused() { # TEXT arguments...

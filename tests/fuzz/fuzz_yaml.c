@@ -28,9 +28,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     }
     ith_buf dump = {0}, again = {0};
     ith_config second;
-    if (ith_config_dump(&config, &dump, &err) != ITH_OK ||
+    if (ith_config_dump(&config, true, &dump, &err) != ITH_OK ||
         ith_config_parse(&second, dump.data, dump.len, "dump.yaml", NULL, 0, &err) != ITH_OK ||
-        ith_config_dump(&second, &again, &err) != ITH_OK || strcmp(dump.data, again.data) != 0)
+        ith_config_dump(&second, true, &again, &err) != ITH_OK ||
+        strcmp(dump.data, again.data) != 0)
         abort();
     ith_config_check_supported(&config, &err);
     ith_config_deinit(&config);
