@@ -221,26 +221,27 @@ __device__ __forceinline__ float2 column2(const float *of, int n)
     return *reinterpret_cast<const float2 *>(of + 8 * n + (int)threadIdx.x % 4 * 2);
 }
 
-/* The transpose of a tile [C,COLS] as left operands. */
-__device__ __forceinline__ void load_turned(uint32_t (&f)[C / 16][4], const char *tile)
+/* Where the squares of the transpose of a tile [C,COLS] lie that are a warp's left operand k. */
+__device__ __forceinline__ uint32_t turned_at(const char *tile, int k)
 {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
     int row = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    uint32_t at = shared_at(tile) + (uint32_t)(row * 128 + (piece ^ row % 8) * 16);
+    return shared_at(tile) + (uint32_t)(k * 16 * 128 + row * 128 + (piece ^ row % 8) * 16);
+}
+
+__device__ __forceinline__ void load_turned(uint32_t (&f)[C / 16][4], const char *tile)
+{
 #pragma unroll
     for (int k = 0; k < C / 16; k++)
-        load_squares<true>(f[k], at + (uint32_t)k * 16 * 128);
+        load_squares<true>(f[k], turned_at(tile, k));
 }
 
 /* Left operands back to tiles [C,COLS], N / 4 of them. */
 template <int N> __device__ __forceinline__ void put_turned(char *tiles, const uint32_t (&f)[N][4])
 {
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32 % 4;
-    int row = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    uint32_t at = shared_at(tiles) + (uint32_t)(row * 128 + (piece ^ row % 8) * 16);
 #pragma unroll
     for (int k = 0; k < N; k++)
-        store_squares<true>(at + (uint32_t)k * 16 * 128, f[k]);
+        store_squares<true>(turned_at(tiles, k), f[k]);
 }
 
 /* The threads of this warpgroup. */
