@@ -191,7 +191,9 @@ __device__ void deal_units(const tiled_product &t, const ring &r)
     }
 }
 
-/* Called by one thread (LANES 1) or all of a warp (32). */
+/* Called by one thread (LANES 1) or all of a warp (32), which have read before its first one
+ * arrives. racecheck does not follow that and says that units are read while the next ones come;
+ * with every lane arriving by itself it says nothing. */
 template <int LANES> __device__ __forceinline__ int32_t dealt_unit(const ring &r, uint32_t &turn)
 {
     uint32_t slot = turn % DEALT;
