@@ -3,16 +3,21 @@
 #include "report/loss_curve.h"
 
 #include <math.h>
+#include <stdio.h>
+#include <string.h>
 
 #include "base/checked.h"
 
 #define WIDTH 860
-#define LEFT 84
-#define RIGHT 20
+#define MARGIN 84 /* left of the panels, where tick labels are no longer than usual */
+#define RIGHT 28  /* half of the last step's digits */
+#define DIGIT 7.4 /* pixels, of common sans-serif fonts at 12 px, rounded up */
 #define TOP 48
 #define LOSS_HEIGHT 300
 #define GAP 34
 #define RATE_HEIGHT 76
+#define LOSS_TICKS 6
+#define RATE_TICKS 3
 #define LIGHT_LINE "stroke='#9bb8d8' stroke-width='1.2'"
 #define STRONG_LINE "stroke='#1f5fa8' stroke-width='2.2'"
 
@@ -38,21 +43,48 @@ static double tick_step(double range, int n)
     return power * (m < 1.5 ? 1 : (m < 3.5 ? 2 : (m < 7.5 ? 5 : 10)));
 }
 
+/* Digits that tell two ticks apart. */
+static int tick_digits(const panel *p, double step)
+{
+    double top = fmax(fabs(p->y0), fabs(p->y1));
+    return (int)fmin(fmax(floor(log10(top)) - floor(log10(step)) + 1, 4.0), 9.0);
+}
+
+/* Ticks of the y axis: text of the i-th, false behind the last. */
+static bool tick(const panel *p, int ticks, int i, double *y, char *text, size_t size)
+{
+    double step = tick_step(p->y1 - p->y0, ticks);
+    *y = (ceil(p->y0 / step) + i) * step;
+    if (!(p->y1 > p->y0) || *y > p->y1 + step * 1e-9)
+        return false;
+    snprintf(text, size, "%.*g", tick_digits(p, step), fabs(*y) < step * 1e-6 ? 0.0 : *y);
+    return true;
+}
+
+/* Room for the longest label of a tick beside the name of the axis. */
+static double left_margin(const panel *p, int ticks)
+{
+    char text[32];
+    double y, room = MARGIN;
+    for (int i = 0; tick(p, ticks, i, &y, text, sizeof text); i++)
+        room = fmax(room, 34 + DIGIT * (double)strlen(text));
+    return room;
+}
+
 static void axes(ith_buf *out, const panel *p, int ticks, const char *label)
 {
     ith_buf_printf(
         out,
         "<rect x='%.1f' y='%.1f' width='%.1f' height='%.1f' fill='#fafafa' stroke='#cccccc'/>\n",
         p->left, p->top, p->right - p->left, p->bottom - p->top);
-    double step = tick_step(p->y1 - p->y0, ticks), top = fmax(fabs(p->y0), fabs(p->y1));
-    int digits = (int)fmin(fmax(floor(log10(top)) - floor(log10(step)) + 1, 4.0), 9.0);
-    for (double y = ceil(p->y0 / step) * step; p->y1 > p->y0 && y <= p->y1 + step * 1e-9;
-         y += step) {
+    char text[32];
+    double y;
+    for (int i = 0; tick(p, ticks, i, &y, text, sizeof text); i++) {
         double at = py(p, y);
         ith_buf_printf(out, "<line x1='%.1f' y1='%.1f' x2='%.1f' y2='%.1f' stroke='#e4e4e4'/>",
                        p->left, at, p->right, at);
-        ith_buf_printf(out, "<text x='%.1f' y='%.1f' text-anchor='end'>%.*g</text>\n", p->left - 6,
-                       at + 4, digits, fabs(y) < step * 1e-6 ? 0.0 : y);
+        ith_buf_printf(out, "<text x='%.1f' y='%.1f' text-anchor='end'>%s</text>\n", p->left - 6,
+                       at + 4, text);
     }
     ith_buf_printf(
         out,
@@ -105,19 +137,22 @@ static void polyline(ith_buf *out, const panel *p, const ith_report_row *rows, i
 {
     int64_t every = ith_max_i64(1, count / (4 * (int64_t)(p->right - p->left)));
     double state[2] = {2.0 / (mean_span(count) + 1.0), (double)NAN};
-    bool open = false;
+    int64_t points = 0;
+    double x = 0, y = 0;
     for (int64_t i = 0, drawable = 0; i < count; i++) {
         if (rows[i].is_eval || !isfinite(rows[i].loss))
             continue;
-        double y = value(rows, i, state);
+        double now = value(rows, i, state);
         if (drawable++ % every != 0 && i + 1 < count)
             continue;
-        ith_buf_printf(out, "%s%.1f,%.1f", open ? " " : "<polyline points='",
-                       px(p, (double)rows[i].step), py(p, y));
-        open = true;
+        x = px(p, (double)rows[i].step);
+        y = py(p, now);
+        ith_buf_printf(out, "%s%.1f,%.1f", points++ ? " " : "<polyline points='", x, y);
     }
-    if (open)
+    if (points)
         ith_buf_printf(out, "' fill='none' %s/>\n", style);
+    if (points == 1) /* which no line shows */
+        ith_buf_printf(out, "<circle cx='%.1f' cy='%.1f' r='2' fill='none' %s/>\n", x, y, style);
 }
 
 static void ranges(const ith_report_row *rows, int64_t count, panel *loss, panel *rate,
@@ -147,13 +182,13 @@ static void ranges(const ith_report_row *rows, int64_t count, panel *loss, panel
                     last,
                     lo - margin < 0 && lo >= 0 ? 0 : lo - margin,
                     hi + margin,
-                    LEFT,
+                    MARGIN,
                     WIDTH - RIGHT,
                     TOP,
                     TOP + LOSS_HEIGHT};
     double top = TOP + LOSS_HEIGHT + GAP;
-    *rate = (panel){first, last,          0,   rate_hi > 0 ? rate_hi * 1.08 : 1,
-                    LEFT,  WIDTH - RIGHT, top, top + RATE_HEIGHT};
+    *rate = (panel){first,  last,          0,   rate_hi > 0 ? rate_hi * 1.08 : 1,
+                    MARGIN, WIDTH - RIGHT, top, top + RATE_HEIGHT};
 }
 
 static void put_escaped(ith_buf *out, const char *text)
@@ -168,10 +203,11 @@ static void put_escaped(ith_buf *out, const char *text)
     }
 }
 
-/* Right-aligned; widths are those of common sans-serif fonts at 12 px, with some air. */
+/* Right-aligned above the panel, where no curve runs; widths are those of common sans-serif fonts
+ * at 12 px, with some air. */
 static void legend(ith_buf *out, const panel *p, bool has_mean, bool has_eval)
 {
-    double y = p->top + 18, x = p->right - 62 - (has_mean ? 118 : 0) - (has_eval ? 86 : 0);
+    double y = p->top - 10, x = p->right - 62 - (has_mean ? 118 : 0) - (has_eval ? 86 : 0);
     ith_buf_printf(out,
                    "<line x1='%.0f' y1='%.0f' x2='%.0f' y2='%.0f' %s/><text x='%.0f' "
                    "y='%.0f'>loss</text>\n",
@@ -197,6 +233,7 @@ void ith_loss_curve_svg(const ith_report_row *rows, int64_t count, const char *t
     int64_t bad = 0;
     bool has_eval = false, has_mean = mean_span(count) > 1.0;
     ranges(rows, count, &loss, &rate, &bad);
+    loss.left = rate.left = fmax(left_margin(&loss, LOSS_TICKS), left_margin(&rate, RATE_TICKS));
     double height = rate.bottom + 48;
     ith_buf_printf(
         out,
@@ -204,11 +241,11 @@ void ith_loss_curve_svg(const ith_report_row *rows, int64_t count, const char *t
         WIDTH, height, WIDTH, height);
     ith_buf_puts(out, "font-family='sans-serif' font-size='12' fill='#333333'>\n<rect width='100%' "
                       "height='100%' fill='white'/>\n");
-    ith_buf_printf(out, "<text x='%d' y='26' font-size='16' font-weight='bold'>", LEFT);
+    ith_buf_printf(out, "<text x='%.1f' y='26' font-size='16' font-weight='bold'>", loss.left);
     put_escaped(out, title);
     ith_buf_puts(out, "</text>\n");
-    axes(out, &loss, 6, "loss");
-    axes(out, &rate, 2, "learning rate");
+    axes(out, &loss, LOSS_TICKS, "loss");
+    axes(out, &rate, RATE_TICKS, "learning rate");
     step_ticks(out, &rate);
     polyline(out, &loss, rows, count, value_loss, has_mean ? LIGHT_LINE : STRONG_LINE);
     if (has_mean)
@@ -227,9 +264,10 @@ void ith_loss_curve_svg(const ith_report_row *rows, int64_t count, const char *t
     }
     legend(out, &loss, has_mean, has_eval);
     if (bad)
-        ith_buf_printf(out,
-                       "<text x='%d' y='42' fill='#b03020'>%lld rows without a finite loss are not "
-                       "drawn</text>\n",
-                       LEFT, (long long)bad);
+        ith_buf_printf(
+            out,
+            "<text x='%.1f' y='42' fill='#b03020'>%lld rows without a finite loss are not "
+            "drawn</text>\n",
+            loss.left, (long long)bad);
     ith_buf_puts(out, "</svg>\n");
 }

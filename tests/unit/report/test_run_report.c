@@ -267,6 +267,7 @@ static void test_curve_of_any_length(void **state)
         if (svg.len > 400000)
             fail_msg("%lld rows make %lld bytes", (long long)n, (long long)svg.len);
         assert_well_formed(&svg);
+        assert_int_equal(!!strstr(svg.data, "r='2'"), n == 1); /* one point is no line */
         assert_non_null(strstr(svg.data, "a &lt;title&gt; &amp; more") ||
                                 strstr(svg.data, "a &lt;title> &amp; more")
                             ? svg.data
@@ -295,29 +296,39 @@ static void test_curve_leaves_out_what_is_not_finite(void **state)
     ith_buf_deinit(&svg);
 }
 
-/* Numbers beside the axes: no two are the same, and none is longer than the margin, at about 7 px a
- * digit. */
+/* Numbers beside the axes: no two are the same, and none meets the name of its axis (20 px) or
+ * leaves the picture, at 7 px a digit. */
 static void test_curve_numbers_differ_and_fit(void **state)
 {
     (void)state;
-    static const double levels[][2] = {{1.1, 1e-5}, {0, 0.002}, {3, 2}, {12.3456, 1e-3}};
-    for (int k = 0; k < 4; k++) {
+    static const double levels[][2] = {{1.1, 1e-5},     {0, 0.002},        {3, 2},
+                                       {12.3456, 1e-3}, {1234.5678, 1e-4}, {-2.5e-7, 5e-7}};
+    for (int k = 0; k < 6; k++) {
         ith_report_row rows[20];
         for (int i = 0; i < 20; i++) {
-            rows[i] = row_at(i + 1, levels[k][0] + levels[k][1] * (i + 1) / 20);
-            rows[i].learning_rate = 1.25e-5;
+            rows[i] = row_at(50000 * (i + 1), levels[k][0] + levels[k][1] * (i + 1) / 20);
+            rows[i].learning_rate = k % 2 ? 1.25e-5 : 1.23456e-10;
         }
         ith_buf svg = {0};
         ith_loss_curve_svg(rows, 20, "t", &svg);
         char last[32] = "";
         int count = 0;
-        for (const char *at = svg.data; (at = strstr(at, "text-anchor='end'>")); count++) {
-            char text[32];
-            assert_int_equal(sscanf(at += 18, "%31[^<]", text), 1);
-            assert_string_not_equal(text, last);
-            if (strlen(text) > 8)
-                fail_msg("%s is longer than the margin", text);
-            snprintf(last, sizeof last, "%s", text);
+        for (const char *at = svg.data; (at = strstr(at, "<text x='")); at++) {
+            char text[32], anchor[32];
+            double x, y;
+            if (sscanf(at, "<text x='%lf' y='%lf' text-anchor='%31[^']'>%31[^<]", &x, &y, anchor,
+                       text) != 4)
+                continue;
+            double width = 7 * (double)strlen(text);
+            if (strcmp(anchor, "end") == 0) {
+                assert_string_not_equal(text, last);
+                snprintf(last, sizeof last, "%s", text);
+                count++;
+                if (x - width < 20)
+                    fail_msg("%s begins at %.1f", text, x - width);
+            } else if (x + width / 2 > 860) {
+                fail_msg("%s ends at %.1f", text, x + width / 2);
+            }
         }
         assert_true(count >= 4);
         ith_buf_deinit(&svg);
