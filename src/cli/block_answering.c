@@ -3,10 +3,10 @@
 
 #include <stdio.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include "base/utf8.h"
+#include "cli/terminal.h"
 #include "model/llada2.h"
 
 #define MASK_MARK "\033[2m_\033[0m"
@@ -178,13 +178,11 @@ static void on_written(void *arg, int64_t i, int64_t position, int32_t id, doubl
 void ith_block_view_begin(ith_block_view *v, const ith_answering *a, ith_block_how *how,
                           const ith_block_answer *answer)
 {
-    struct winsize size;
-    bool known = ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0;
     *v = (ith_block_view){.a = a,
                           .answer = answer,
                           .block = how->block,
                           .mask_id = how->mask_id,
-                          .width = known ? size.ws_col : 80,
+                          .width = ith_terminal_columns(STDOUT_FILENO, 80),
                           .begin = -1};
     ith_token_stream_init(&v->stream, a->tokenizer, true);
     how->written = on_written;

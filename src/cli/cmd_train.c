@@ -69,7 +69,8 @@ static void on_progress(void *arg, const ith_report_row *row)
         return;
     char text[256];
     ith_format_row(row, text, sizeof text);
-    fprintf(stderr, "\r\033[K%s", text);
+    /* a wrapped line would not be cleared as a whole */
+    fprintf(stderr, "\r\033[K%.*s", ith_terminal_columns(STDERR_FILENO, sizeof text) - 1, text);
     fflush(stderr);
 }
 

@@ -184,8 +184,9 @@ void ith_write_man_page(ith_buf *out)
                       ".TH ITHACA 1 \"\" \"ithaca " ITH_VERSION "\" \"User Commands\"\n"
                       ".SH NAME\nithaca \\- fine\\-tunes large language models on long sequences\n"
                       ".SH SYNOPSIS\n.B ithaca\n.I COMMAND\n[options] [arguments]\n"
-                      ".SH DESCRIPTION\nReads a LlamaFactory v1 configuration, data and a Hugging "
-                      "Face model directory, trains, and writes a Hugging Face model directory.\n"
+                      ".SH DESCRIPTION\nReads a configuration of LlamaFactory v1, dFactory or TRL, "
+                      "data and a Hugging Face model directory, trains, and writes a Hugging Face "
+                      "model directory.\n"
                       "Results go to standard output, messages to standard error.\n"
                       ".SH COMMANDS\n");
     for (int i = 0; i < ith_num_commands; i++)

@@ -39,9 +39,9 @@ void ith_format_row(const ith_report_row *row, char *out, size_t size)
     ith_format_time((double)(row->total_steps - row->step) * row->step_ms / 1e3, left, sizeof left);
     if (isfinite(row->mfu))
         snprintf(mfu, sizeof mfu, "  mfu %.0f%%", row->mfu * 100);
-    snprintf(out, size, "step %lld/%lld  loss %.4f  grad %.3f  lr %.2e  %.0f tok/s%s  %s  eta %s",
+    snprintf(out, size, "step %lld/%lld  loss %.4f  grad %.3f  lr %.2e  %.0f tok/s  eta %s%s  %s",
              (long long)row->step, (long long)row->total_steps, row->loss, row->grad_norm,
-             row->learning_rate, row->tokens_per_s, mfu, bytes, left);
+             row->learning_rate, row->tokens_per_s, left, mfu, bytes);
 }
 
 #define MAX_ROWS 12

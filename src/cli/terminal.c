@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 bool ith_terminal_colours(int fd)
@@ -15,9 +16,15 @@ bool ith_terminal_colours(int fd)
     return isatty(fd) && !ith_env(ITH_ENV_NO_COLOR) && term && strcmp(term, "dumb") != 0;
 }
 
+int ith_terminal_columns(int fd, int when_unknown)
+{
+    struct winsize size;
+    return ioctl(fd, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : when_unknown;
+}
+
 static void print_line(const char *colour, const char *label, const char *text, int len)
 {
-    bool colours = ith_terminal_colours(STDERR_FILENO);
+    bool colours = *colour && ith_terminal_colours(STDERR_FILENO);
     fprintf(stderr, "%s%s%s%.*s\n", colours ? colour : "", label, colours ? "\033[0m" : "", len,
             text);
 }

@@ -15,7 +15,7 @@ DESTDIR=$work/stage cmake --install "$build" --prefix /opt/ithaca >"$work/instal
 [ "$(ls -A "$work/stage")" = opt ] || fail "files outside PREFIX: $(ls -A "$work/stage")"
 mv "$work/stage/opt/ithaca" "$work/moved"
 for file in bin/ithaca include/ithaca.h share/man/man1/ithaca.1 share/bash-completion/completions/ithaca \
-    share/zsh/site-functions/_ithaca share/fish/vendor_completions.d/ithaca.fish; do
+    share/zsh/site-functions/_ithaca share/fish/vendor_completions.d/ithaca.fish share/doc/ithaca/README.md share/doc/ithaca/docs/config.md; do
     [ -s "$work/moved/$file" ] || fail "$file is missing or empty"
 done
 library=$(find "$work/moved" -name libithaca.a)
