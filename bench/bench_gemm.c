@@ -2,6 +2,7 @@
  * same run: GFLOP/s of both, and the ratio. Usage: ithaca_bench_gemm [threads] [tokens]
  * [wall|cpu] [bf16|all]; cpu: processor time, for a busy machine */
 #include "bench_common.h"
+#include "onednn.h"
 
 typedef struct {
     const char *name;
@@ -25,7 +26,7 @@ static void measure(ith_ctx *ctx, const ith_cpu_gemm *g, double out[2])
         double t0 = bench_seconds();
         ith_cpu_gemm_run(ctx, g);
         double t1 = bench_seconds();
-        bool ok = ith_onednn_gemm(g, ith_pool_threads(ctx->pool));
+        bool ok = ith_onednn_gemm(g);
         double t2 = bench_seconds();
         if (round && flop / (t1 - t0) > out[0])
             out[0] = flop / (t1 - t0);

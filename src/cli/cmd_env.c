@@ -5,6 +5,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "image/image.h"
+#include "kernels/backend.h"
 #include "kernels/cuda_plugin.h"
 
 #include <link.h>
@@ -105,6 +106,7 @@ static void write_cpu(ith_buf *out)
                        name.machine);
     write_row(out, "cpu", model);
     write_row(out, "cpu features", features);
+    write_row(out, "cpu kernels", ith_backend_cpu_name());
     cpu_set_t cores;
     if (sched_getaffinity(0, sizeof cores, &cores) == 0)
         ith_buf_printf(out, "  %-14s %d usable cores\n", "threads", CPU_COUNT(&cores));

@@ -119,8 +119,7 @@ const ith_backend *ith_backend_ref(void);
 /* The reference with the fast CPU functions this machine can run over it (ITH_CPU chooses lower
  * levels). */
 const ith_backend *ith_backend_cpu(void);
-/* Level in use: "ref", "generic", "avx2", "avx512", "avx512bf16", and whether oneDNN serves the
- * products. */
+/* Level in use: "ref", "generic", "avx2", "avx512", "avx512bf16". */
 const char *ith_backend_cpu_name(void);
 
 /* A ctx for tests and tools: backend over the CPU, no plan. */

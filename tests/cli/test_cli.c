@@ -101,6 +101,9 @@ static void test_env_names_every_variable(void **state)
         assert_non_null(strstr(run.out.data, ith_env_table[i].name));
     assert_non_null(strstr(run.out.data, "ITH_THREADS=3"));
     assert_non_null(strstr(run.out.data, "version        " ITH_VERSION));
+    program_run plain = run_program(args, "ITH_CPU=generic");
+    assert_non_null(strstr(plain.out.data, "cpu kernels    generic\n"));
+    program_run_deinit(&plain);
     program_run_deinit(&run);
 }
 

@@ -42,13 +42,6 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static ith_backend table;            /* filled once */
 static const ith_cpu_level *current; /* likewise, but for tests */
 static bool use_reference;
-static char level_text[96];
-
-static void describe(void)
-{
-    snprintf(level_text, sizeof level_text, "%s, oneDNN %s", use_reference ? "ref" : current->name,
-             ith_onednn_version());
-}
 
 /* vdpbf16ps runs at twice the fused multiply-add rate on AMD (Zen 4: 226 against 116 GFLOP/s a
  * core) and at half of it on Intel (Sapphire Rapids: 86 against 174): there, bf16 is better widened
@@ -88,7 +81,6 @@ static void choose(void)
                     "avx512bf16); using %s",
                     wanted, current->name);
     }
-    describe();
     table = *ith_backend_ref();
     table.name = "cpu";
     if (use_reference)
@@ -108,7 +100,7 @@ const ith_backend *ith_backend_cpu(void)
 const char *ith_backend_cpu_name(void)
 {
     pthread_once(&once, choose);
-    return level_text;
+    return use_reference ? "ref" : current->name;
 }
 
 const ith_cpu_level *ith_cpu_level_get(void)

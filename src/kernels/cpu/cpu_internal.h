@@ -177,13 +177,6 @@ int64_t ith_cpu_block_bytes(int64_t m, int64_t n, int64_t k);
 void ith_cpu_gemm_block(const ith_cpu_level *level, const ith_cpu_gemm *g, int64_t m0, int64_t m1,
                         int64_t n0, int64_t n1, char *scratch);
 
-/* oneDNN, see onednn.c. */
-bool ith_onednn_available(void);
-const char *ith_onednn_version(void); /* "2.6.3", or why it is absent */
-/* The product by oneDNN's own threads (a bench's yardstick); false when it cannot. scratch NULL:
- * only builds the primitive. */
-bool ith_onednn_gemm(const ith_cpu_gemm *g, int threads);
-
 /* Fills table entries. */
 void ith_cpu_fill_gemm(ith_backend *b);
 void ith_cpu_fill_attention(ith_backend *b);

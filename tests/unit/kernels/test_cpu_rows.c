@@ -136,7 +136,7 @@ static void test_level_names(void **state)
     assert_string_equal(ith_cpu_level_get()->name, "generic");
     assert_true(ith_cpu_level_set(NULL));
     assert_string_equal(ith_cpu_level_get()->name, best);
-    assert_non_null(strstr(ith_backend_cpu_name(), "oneDNN"));
+    assert_string_equal(ith_backend_cpu_name(), best);
 }
 
 int main(void)

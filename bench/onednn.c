@@ -4,22 +4,17 @@
  * Invariants. 1. Absence is a normal state with a reason, not an error. 2. Primitives are made at
  * the first use of a shape and kept until exit; the cache has a stated size and then starts over.
  */
-#include "kernels/cpu/cpu_internal.h"
+#include "onednn.h"
 
 #ifndef ITH_HAVE_ONEDNN
-bool ith_onednn_available(void)
-{
-    return false;
-}
-
 const char *ith_onednn_version(void)
 {
     return "not built in";
 }
 
-bool ith_onednn_gemm(const ith_cpu_gemm *g, int threads)
+bool ith_onednn_gemm(const ith_cpu_gemm *g)
 {
-    (void)g, (void)threads;
+    (void)g;
     return false;
 }
 #else
@@ -123,12 +118,6 @@ static void load_library(void)
     available = true;
 }
 
-bool ith_onednn_available(void)
-{
-    pthread_once(&once, load_library);
-    return available;
-}
-
 const char *ith_onednn_version(void)
 {
     pthread_once(&once, load_library);
@@ -215,10 +204,10 @@ static bool same_shape(const ith_cpu_gemm *x, const ith_cpu_gemm *y)
            x->accumulate == y->accumulate;
 }
 
-bool ith_onednn_gemm(const ith_cpu_gemm *g, int threads)
+bool ith_onednn_gemm(const ith_cpu_gemm *g)
 {
-    (void)threads;
-    if (!ith_onednn_available())
+    pthread_once(&once, load_library);
+    if (!available)
         return false;
     cached *c = NULL;
     for (int i = 0; i < cache_used && !c; i++)
