@@ -58,14 +58,11 @@ static ith_status encode(unit *u, const ith_samples_options *o, const ith_conver
     json_t *messages = prefix_of(row->messages, cut);
     if (!messages)
         return ith_fail(err, ITH_ERR_MEMORY, "out of memory for a conversation");
-    ith_status status;
-    if (o->all_turns) {
-        ith_turns_report report = {0};
-        status = ith_chat_encode_turns(o->chat, messages, row->tools, encoded, &report, err);
-        u->dropped_reasoning += report.num_dropped_reasoning;
-    } else {
-        status = ith_chat_encode_sample(o->chat, messages, row->tools, encoded, err);
-    }
+    ith_status status =
+        o->all_turns ? ith_chat_encode_turns(o->chat, messages, row->tools, encoded, NULL, err)
+                     : ith_chat_encode_sample(o->chat, messages, row->tools, encoded, err);
+    if (status == ITH_OK)
+        u->dropped_reasoning += encoded->num_dropped_reasoning;
     json_decref(messages);
     return status;
 }
@@ -78,8 +75,8 @@ static ith_status store_media(unit *u, const ith_media_tokens *tokens, const int
     int64_t frames = 0;
     ITH_TRY(ith_grow((void **)&made->media, &made->cap_media, made->num_media + num_items,
                      sizeof *items, "media", &u->err));
-    ITH_TRY(ith_grow((void **)&u->grids, &u->cap_grids, num_items, sizeof *u->grids, "media",
-                     &u->err));
+    ITH_TRY(
+        ith_grow((void **)&u->grids, &u->cap_grids, num_items, sizeof *u->grids, "media", &u->err));
     for (int64_t i = 0; i < num_items; frames += items[i++].grid.t) {
         u->grids[i] = items[i].grid;
         made->media[made->num_media + i] = items[i];
@@ -408,8 +405,10 @@ static ith_status encode_all(ith_samples *s, const ith_samples_options *o, unit 
     if (dropped_reasoning)
         ith_log(ITH_LOG_WARN, "data",
                 "%s: the template leaves out the reasoning of %" PRId64
-                " earlier turns; train_on: last_turn, or a template that keeps it, trains on it",
-                o->path, dropped_reasoning);
+                " trained answers; %s trains on it",
+                o->path, dropped_reasoning,
+                o->all_turns ? "train_on: last_turn, or a template that keeps it,"
+                             : "a template that keeps it");
     return ITH_OK;
 }
 

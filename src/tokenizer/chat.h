@@ -64,6 +64,7 @@ typedef struct {
     ith_ids ids;
     int32_t *labels;
     float *weights;
+    int64_t num_dropped_reasoning; /* trained answers whose reasoning the template leaves out */
 } ith_encoded;
 void ith_encoded_deinit(ith_encoded *encoded);
 
@@ -76,9 +77,8 @@ ith_status ith_chat_encode_sample(const ith_chat *chat, const json_t *messages, 
 
 /* What ith_chat_encode_turns found. */
 typedef struct {
-    int64_t num_turns;             /* assistant messages with weight > 1e-6 */
-    int64_t num_dropped_reasoning; /* trained turns whose reasoning the template leaves out */
-    int64_t steps;                 /* of the template */
+    int64_t num_turns; /* assistant messages with weight > 1e-6 */
+    int64_t steps;     /* of the template */
 } ith_turns_report;
 
 /* The whole conversation as one sample, rendered once; every assistant message with a loss weight

@@ -388,6 +388,20 @@ static ith_status tokens_of_prompt(const ith_chat *chat, const ith_buf *prompt, 
     return status;
 }
 
+/* Whether a message has reasoning of which `text`, what was printed for it, shows nothing. */
+static bool drops_reasoning(const json_t *message, const char *text, int64_t len)
+{
+    const char *reasoning = json_string_value(json_object_get(message, "reasoning_content"));
+    if (!reasoning)
+        return false;
+    while (*reasoning == '\n' || *reasoning == ' ')
+        reasoning++;
+    size_t n = strlen(reasoning);
+    while (n > 0 && (reasoning[n - 1] == '\n' || reasoning[n - 1] == ' '))
+        n--;
+    return n > 0 && !memmem(text, (size_t)len, reasoning, n);
+}
+
 ith_status ith_chat_encode_sample(const ith_chat *chat, const json_t *messages, const json_t *tools,
                                   ith_encoded *out, ith_error *err)
 {
@@ -416,6 +430,10 @@ ith_status ith_chat_encode_sample(const ith_chat *chat, const json_t *messages, 
             chat->source, (long long)prompt_ids.count, (long long)e.ids.count, (long long)at);
         goto out;
     }
+    int64_t begin = prompt.len < full.len ? prompt.len : full.len;
+    e.num_dropped_reasoning =
+        drops_reasoning(json_array_get(c.messages, json_array_size(c.messages) - 1),
+                        full.data + begin, full.len - begin);
     ITH_TRY_OUT(alloc_labels(&e, err));
     for (int64_t i = first; i < e.ids.count; i++)
         train_token(&e, i, loss_weight(last));
@@ -625,27 +643,6 @@ static ith_status check_spans(const json_t *canonical, const span_list *list,
     return ITH_OK;
 }
 
-/* Trained turns whose reasoning does not show up in what the template printed for them. */
-static int64_t count_dropped_reasoning(const json_t *hf, const span_list *list, const ith_buf *text)
-{
-    int64_t dropped = 0;
-    for (int64_t i = 0; i < list->count; i++) {
-        const ith_jinja_span *s = &list->spans[i];
-        const json_t *message = json_array_get(hf, (size_t)s->message);
-        const char *reasoning = json_string_value(json_object_get(message, "reasoning_content"));
-        if (!reasoning)
-            continue;
-        while (*reasoning == '\n' || *reasoning == ' ')
-            reasoning++;
-        size_t len = strlen(reasoning);
-        while (len > 0 && (reasoning[len - 1] == '\n' || reasoning[len - 1] == ' '))
-            len--;
-        dropped +=
-            len > 0 && !memmem(text->data + s->begin, (size_t)(s->end - s->begin), reasoning, len);
-    }
-    return dropped;
-}
-
 /* Tokens and spans both run forward: one walk. */
 static void label_spans(ith_encoded *e, const ith_ids *begins, const json_t *canonical,
                         const span_list *list)
@@ -683,7 +680,12 @@ static ith_status encode_turns(turns_work *w, const ith_chat *chat, const json_t
                                                                 w->c.messages, &w->list, err),
              err, "%s", chat->source);
     ITH_WRAP(check_spans(messages, &w->list, report, err), err, "%s", chat->source);
-    report->num_dropped_reasoning = count_dropped_reasoning(w->c.messages, &w->list, &w->text);
+    for (int64_t i = 0; i < w->list.count; i++) {
+        const ith_jinja_span *span = &w->list.spans[i];
+        w->e.num_dropped_reasoning +=
+            drops_reasoning(json_array_get(w->c.messages, (size_t)span->message),
+                            w->text.data + span->begin, span->end - span->begin);
+    }
     ITH_TRY(ith_chat_expand_media(messages, true, &w->text, w->list.spans, w->list.count, err));
     ITH_TRY(ith_tokenizer_encode_offsets(chat->tok, w->text.data, w->text.len, &w->e.ids,
                                          &w->begins, NULL, err));

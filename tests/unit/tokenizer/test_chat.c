@@ -456,7 +456,7 @@ static void test_encode_turns_trains_every_weighted_answer(void **state)
         assert_ok(ith_chat_encode_turns(chat, m, NULL, &e, &report, &err), err);
         assert_trained(&e, expected[k]);
         assert_int_equal(report.num_turns, 2);
-        assert_int_equal(report.num_dropped_reasoning, 0);
+        assert_int_equal(e.num_dropped_reasoning, 0);
         assert_true(e.weights[e.ids.count - 1] == 2.0f);
         ith_encoded_deinit(&e);
         json_decref(m);
@@ -502,10 +502,25 @@ static void test_encode_turns_counts_reasoning_that_is_left_out(void **state)
     assert_ok(ith_chat_encode_turns(chat, m, NULL, &e, &report, &err), err);
     assert_trained(&e, "yes<|im_end|>\n|<think>\nquick\n</think>\n\nanswer<|im_end|>\n");
     assert_int_equal(report.num_turns, 2);
-    assert_int_equal(report.num_dropped_reasoning, 1);
+    assert_int_equal(e.num_dropped_reasoning, 1);
     ith_encoded_deinit(&e);
     json_decref(m);
     ith_chat_close(chat);
+
+    /* Of the sample of one answer: the last keeps it, unless the template knows none. */
+    for (int k = 0; k < 2; k++) {
+        chat = open_chat(k ? "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+                             "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+                             "<|im_start|>assistant\n{% endif %}"
+                           : think_template);
+        m = json_pack("[o, o]", turn("user", NULL, "no", 0),
+                      turn("assistant", "quick", "answer", 1));
+        assert_ok(ith_chat_encode_sample(chat, m, NULL, &e, &err), err);
+        assert_int_equal(e.num_dropped_reasoning, k);
+        ith_encoded_deinit(&e);
+        json_decref(m);
+        ith_chat_close(chat);
+    }
 }
 
 /* Goal: a template in which the answers cannot be placed is an error, not a guess. */
