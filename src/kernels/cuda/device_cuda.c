@@ -102,13 +102,8 @@ static ith_status cuda_copy(ith_device *d, void *dst, const void *src, int64_t b
 static ith_status cuda_copy_rows(ith_device *d, void *dst, int64_t dst_stride, const void *src,
                                  int64_t src_stride, int64_t bytes, int64_t rows, ith_error *err)
 {
-    if (bytes <= 0 || rows <= 0)
-        return ITH_OK;
-    return check_bytes(d,
-                       cudaMemcpy2DAsync(dst, (size_t)dst_stride, src, (size_t)src_stride,
-                                         (size_t)bytes, (size_t)rows, cudaMemcpyDeviceToDevice,
-                                         cuda_of(d)->stream),
-                       "copy of rows", bytes * rows, err);
+    ith_cuda_copy_rows(cuda_of(d)->stream, dst, dst_stride, src, src_stride, bytes, rows);
+    return check_bytes(d, cudaGetLastError(), "copy of rows", bytes * rows, err);
 }
 
 static ith_status cuda_fill(ith_device *d, void *dst, int byte, int64_t bytes, ith_error *err)

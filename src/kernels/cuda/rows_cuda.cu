@@ -35,32 +35,53 @@ static dim3 row_block(int64_t units)
     return dim3(x, THREADS / x);
 }
 
-template <typename W>
-static void launch_copy(ith_ctx *ctx, ith_tensor dst, ith_tensor src, const int32_t *dst_idx,
-                        const int32_t *src_idx, int64_t rows)
+typedef struct {
+    void *dst;
+    int64_t dst_stride; /* bytes */
+    const void *src;
+    int64_t src_stride, bytes, rows;
+    const int32_t *dst_idx, *src_idx; /* NULL: rows in order */
+} row_copy;
+
+template <typename W> static void launch_words(cudaStream_t stream, const row_copy &c)
 {
-    int64_t size = ith_dtype_bytes(dst.dtype), per = (int64_t)sizeof(W);
-    int64_t units = dst.shape[1] * size / per;
+    int64_t word = (int64_t)sizeof(W), units = c.bytes / word;
     dim3 block = row_block(units);
-    copy_rows<W><<<(unsigned)ith_div_ceil(rows, block.y), block, 0, ith_cuda_stream(ctx)>>>(
-        (W *)dst.data, (const W *)src.data, dst_idx, src_idx, rows, units,
-        dst.stride[0] * size / per, src.stride[0] * size / per);
+    copy_rows<W><<<(unsigned)ith_div_ceil(c.rows, block.y), block, 0, stream>>>(
+        (W *)c.dst, (const W *)c.src, c.dst_idx, c.src_idx, c.rows, units, c.dst_stride / word,
+        c.src_stride / word);
+}
+
+/* The widest word in which everything is whole. */
+static void launch_copy(cudaStream_t stream, const row_copy &c)
+{
+    uint64_t all = (uint64_t)(uintptr_t)c.dst | (uint64_t)(uintptr_t)c.src |
+                   (uint64_t)(c.bytes | c.dst_stride | c.src_stride);
+    if (c.rows <= 0 || c.bytes <= 0)
+        return;
+    if (all % 16 == 0)
+        launch_words<uint4>(stream, c);
+    else if (all % 4 == 0)
+        launch_words<uint32_t>(stream, c);
+    else if (all % 2 == 0)
+        launch_words<uint16_t>(stream, c);
+    else
+        launch_words<uint8_t>(stream, c);
+}
+
+void ith_cuda_copy_rows(cudaStream_t stream, void *dst, int64_t dst_stride, const void *src,
+                        int64_t src_stride, int64_t bytes, int64_t rows)
+{
+    launch_copy(stream, {dst, dst_stride, src, src_stride, bytes, rows, NULL, NULL});
 }
 
 static ith_status copy_by_index(ith_ctx *ctx, ith_tensor dst, ith_tensor src,
                                 const int32_t *dst_idx, const int32_t *src_idx, int64_t rows)
 {
     int64_t size = ith_dtype_bytes(dst.dtype);
-    if (rows == 0 || dst.shape[1] == 0)
-        return ITH_OK;
-    if (16 % size == 0 && rows_aligned(dst, 16 / size) && rows_aligned(src, 16 / size))
-        launch_copy<uint4>(ctx, dst, src, dst_idx, src_idx, rows);
-    else if (size == 2)
-        launch_copy<uint16_t>(ctx, dst, src, dst_idx, src_idx, rows);
-    else if (size == 4)
-        launch_copy<uint32_t>(ctx, dst, src, dst_idx, src_idx, rows);
-    else
-        launch_copy<uint8_t>(ctx, dst, src, dst_idx, src_idx, rows);
+    launch_copy(ith_cuda_stream(ctx),
+                {dst.data, dst.stride[0] * size, src.data, src.stride[0] * size,
+                 dst.shape[1] * size, rows, dst_idx, src_idx});
     return ITH_CUDA_LAUNCHED(ctx, dst);
 }
 
