@@ -1,5 +1,5 @@
-/* bench_links.c - what the links between the GPUs of a job give: exchanges, gathers, sums, and the
- * copies of rows around them.
+/* bench_links.c - what the links between the GPUs of a job give: exchanges of blocks and of heads
+ * (rows as they lie, where the way takes them), gathers, sums, and copies of rows within a GPU.
  *
  *     mpirun -n 2 ithaca_bench_links [mib=256]
  *
@@ -27,7 +27,7 @@ static void check(ith_status status)
     exit(1);
 }
 
-typedef enum { EXCHANGE, GATHER, SUM, ROWS, KINDS } kind;
+typedef enum { EXCHANGE, HEADS, GATHER, SUM, ROWS, KINDS } kind;
 
 /* One call that makes `bytes` leave this GPU (of rows: that copies them). */
 static void call(kind k, int64_t bytes, int64_t row)
@@ -41,8 +41,16 @@ static void call(kind k, int64_t bytes, int64_t row)
     }
     first[world->size] = world->size * (k == GATHER ? part : part / 4);
     ith_exchange x = {memory[0], lists[0], lists[1], memory[1], lists[0], lists[1]};
+    ith_strided send[64], recv[64];
+    for (int64_t r = 0; k == HEADS && r < world->size; r++) {
+        int64_t rows = r == world->rank ? 0 : part / row;
+        send[r] = (ith_strided){memory[0] + 2 * r * part, 2 * row, row, rows};
+        recv[r] = (ith_strided){memory[1] + 2 * r * part, 2 * row, row, rows};
+    }
     if (k == EXCHANGE)
         check(ith_comm_exchange(links, &x, &err));
+    else if (k == HEADS)
+        check(ith_comm_exchange_rows(links, send, recv, 1, &err));
     else if (k == GATHER)
         check(ith_comm_all_gather_v(links, memory[0], NULL, first, 1, &err));
     else if (k == SUM)
@@ -60,7 +68,8 @@ static int by_value(const void *a, const void *b)
 
 static void measure(kind k, int64_t bytes, int64_t row)
 {
-    static const char *const names[KINDS] = {"exchange", "all-gather", "reduce-scatter", "rows"};
+    static const char *const names[KINDS] = {"exchange", "heads", "all-gather", "reduce-scatter",
+                                             "rows"};
     ith_device *d = session.ctx.device;
     double ms[CALLS];
     for (int i = 0; i < 3; i++)
@@ -93,15 +102,19 @@ int main(int argc, char **argv)
     check(ith_comm_open_device(&links, world, d, false, &err));
     check(d->alloc(d, SCRATCH, &at, &err));
     ith_comm_set_scratch(links, at, SCRATCH);
+    int64_t room = 4 * most + 65536; /* with two ranks, rows with gaps of both */
     for (int i = 0; i < 2; i++) {
-        check(d->alloc(d, 2 * most + 65536, &at, &err));
-        check(d->fill(d, at, 0, 2 * most + 65536, &err));
+        check(d->alloc(d, room, &at, &err));
+        check(d->fill(d, at, 0, room, &err));
         memory[i] = at;
     }
-    for (int k = 0; k < KINDS; k++)
+    for (int k = 0; k < KINDS; k++) {
+        bool has_rows = k == ROWS || k == HEADS;
         for (int64_t bytes = (int64_t)1 << 16; bytes <= most; bytes *= 4)
-            for (int64_t row = 256; row <= (k == ROWS ? 4096 : 256); row *= 4)
-                measure((kind)k, bytes, k == ROWS ? row : 0);
+            for (int64_t row = 256; row <= (has_rows ? 4096 : 256); row *= 2)
+                if (k != HEADS || links->takes_rows)
+                    measure((kind)k, bytes, has_rows ? row : 0);
+    }
     for (int i = 0; i < 2; i++)
         d->free(d, memory[i]);
     d->free(d, links->scratch);
