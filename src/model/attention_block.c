@@ -5,6 +5,9 @@
 
 typedef ith_tensor T;
 
+/* Wider heads go forward through a library that has no windows on GPUs. */
+#define WINDOW_DIM 128
+
 ith_qkv ith_block_split_qkv(const ith_hf_config *c, T qkv)
 {
     int64_t kv = c->num_key_value_heads * c->head_dim, q = qkv.shape[1] - 2 * kv;
@@ -15,15 +18,37 @@ ith_qkv ith_block_split_qkv(const ith_hf_config *c, T qkv)
     return s;
 }
 
-ith_status ith_block_push_qk(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t t, T *q, T *k,
-                             T *q_rstd, T *k_rstd)
+static ith_status push_qk(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t t, T *q, T *k)
 {
     const ith_hf_config *c = m->config;
-    int64_t hq = c->num_attention_heads, hkv = c->num_key_value_heads;
-    ITH_TRY(ith_push_heads(ctx, where, "q after norm and RoPE", m->dtype, t, hq, c->head_dim, q));
-    ITH_TRY(ith_push_heads(ctx, where, "k after norm and RoPE", m->dtype, t, hkv, c->head_dim, k));
-    ITH_TRY(ith_push(ctx, where, "norm statistics", ITH_F32, t, hq, q_rstd));
-    return ith_push(ctx, where, "norm statistics", ITH_F32, t, hkv, k_rstd);
+    ITH_TRY(ith_push_heads(ctx, where, "q after norm and RoPE", m->dtype, t, c->num_attention_heads,
+                           c->head_dim, q));
+    return ith_push_heads(ctx, where, "k after norm and RoPE", m->dtype, t, c->num_key_value_heads,
+                          c->head_dim, k);
+}
+
+static ith_status push_rstd(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t t, T *q, T *k)
+{
+    const ith_hf_config *c = m->config;
+    ITH_TRY(ith_push(ctx, where, "norm statistics", ITH_F32, t, c->num_attention_heads, q));
+    return ith_push(ctx, where, "norm statistics", ITH_F32, t, c->num_key_value_heads, k);
+}
+
+ith_status ith_block_push_attention_in(ith_model *m, ith_ctx *ctx, ith_layer_acts *a, int64_t t,
+                                       int64_t n)
+{
+    const ith_hf_config *c = m->config;
+    const ith_mem_class where = ITH_MEM_ACTIVATIONS;
+    ith_qkv from = ith_block_split_qkv(c, a->qkv);
+    ITH_TRY(push_rstd(m, ctx, where, t, &a->q_rstd, &a->k_rstd));
+    if (ith_ulysses_size(m->mesh) == 1) {
+        ITH_TRY(push_qk(m, ctx, where, t, &from.q, &from.k));
+        a->heads = from;
+        return ITH_OK;
+    }
+    ITH_TRY(ith_ulysses_push_heads(m->mesh, ctx, where, "heads of all tokens", n, from, &a->heads));
+    return ith_push_heads(ctx, where, "attention output of own tokens", m->dtype, t,
+                          c->num_attention_heads, c->head_dim, &a->o_tokens);
 }
 
 ith_status ith_block_push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
@@ -78,47 +103,108 @@ ith_status ith_block_project(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     return ith_linear_forward(ctx, a->qkv, in->n1, ith_layer_param(m, l, ITH_P_QKV)->w, false);
 }
 
+/* Room for q' and k' with their statistics, and for all of them at the heads. */
+static ith_status push_qkv(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                           ith_mixer_in *in)
+{
+    const ith_layer_acts *a = &m->acts[l];
+    const ith_mem_class where = ITH_MEM_WORKSPACE;
+    bool kept = a->q_rstd.ndim != 0;
+    if (kept && ith_ulysses_size(m->mesh) == 1) {
+        in->q = in->heads.q;
+        in->k = in->heads.k;
+        return ITH_OK;
+    }
+    ITH_TRY(push_qk(m, ctx, where, b->num_tokens, &in->q, &in->k));
+    if (kept)
+        return ITH_OK;
+    ITH_TRY(push_rstd(m, ctx, where, b->num_tokens, &in->q_rstd, &in->k_rstd));
+    ith_qkv from = {in->q, in->k, ith_block_split_qkv(m->config, a->qkv).v};
+    return ith_ulysses_push_heads(m->mesh, ctx, where, "heads of all tokens", b->group_tokens, from,
+                                  &in->heads);
+}
+
 ith_status ith_block_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                   bool forward, ith_mixer_in *in)
 {
-    const ith_hf_config *c = m->config;
     const ith_layer_acts *a = &m->acts[l];
-    bool kept = a->q.ndim != 0;
     ITH_TRY(ith_block_project(m, ctx, b, l, forward, in));
-    in->q = a->q;
-    in->k = a->k;
     in->q_rstd = a->q_rstd;
     in->k_rstd = a->k_rstd;
-    if (!kept)
-        ITH_TRY(ith_block_push_qk(m, ctx, ITH_MEM_WORKSPACE, b->num_tokens, &in->q, &in->k,
-                                  &in->q_rstd, &in->k_rstd));
-    ith_qkv s = ith_block_split_qkv(c, a->qkv);
-    if (!kept || forward)
-        ITH_TRY(ith_qk_norm_rope_forward(
-            ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k,
-            ith_layer_param(m, l, ITH_P_Q_NORM)->w, ith_layer_param(m, l, ITH_P_K_NORM)->w,
-            m->rope_cos, m->rope_sin, b->position_ids, (float)c->rms_norm_eps, m->norm_offset));
-    return ith_ulysses_to_heads(m->mesh, ctx, b->group_tokens, (ith_qkv){in->q, in->k, s.v},
-                                &in->heads);
+    in->heads = a->heads;
+    if (a->q_rstd.ndim && !forward)
+        return ITH_OK;
+    ITH_TRY(push_qkv(m, ctx, b, l, in));
+    ith_qkv s = ith_block_split_qkv(m->config, a->qkv);
+    ITH_TRY(ith_qk_norm_rope_forward(
+        ctx, in->q, in->k, in->q_rstd, in->k_rstd, s.q, s.k, ith_layer_param(m, l, ITH_P_Q_NORM)->w,
+        ith_layer_param(m, l, ITH_P_K_NORM)->w, m->rope_cos, m->rope_sin, b->position_ids,
+        (float)m->config->rms_norm_eps, m->norm_offset));
+    ITH_TRY(ith_ulysses_to_heads(m->mesh, ctx, b->group_tokens, (ith_qkv){in->q, in->k, s.v},
+                                 in->heads));
+    return ith_ulysses_await(m->mesh, ctx);
+}
+
+/* ---- attention ---- */
+
+/* Of rows [first, end) of all tokens. */
+static ith_status attend_rows(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                              int64_t first, int64_t end, const ith_qkv *x)
+{
+    const ith_layer_acts *a = &m->acts[l];
+    ith_seqs window = b->seqs;
+    window.window = true;
+    window.q_first = first;
+    window.k_first = 0;
+    if (first == end)
+        return ITH_OK;
+    return ith_attention_forward(ctx, ith_row_range(a->o, first, end),
+                                 ith_row_range(a->lse, first, end), ith_row_range(x->q, first, end),
+                                 x->k, x->v, window, ith_score_scale(m->config->head_dim),
+                                 !b->bidirectional);
+}
+
+/* Tokens of the others first: they are on their way while own ones are computed. */
+static ith_status attend_in_windows(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                    ith_mixer_in *in)
+{
+    const ith_hf_config *c = m->config;
+    T o = m->acts[l].o;
+    int64_t n = b->group_tokens, hkv = c->num_key_value_heads;
+    int64_t first = ith_cp_begin(m->mesh, n), end = ith_cp_end(m->mesh, n);
+    if (!in->o.ndim)
+        ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "attention output of own tokens", m->dtype,
+                               b->num_tokens, c->num_attention_heads, c->head_dim, &in->o));
+    ITH_TRY(attend_rows(m, ctx, b, l, 0, first, &in->heads));
+    ITH_TRY(attend_rows(m, ctx, b, l, end, n, &in->heads));
+    ITH_TRY(ith_ulysses_others_to_tokens(m->mesh, ctx, n, hkv, o, in->o));
+    ITH_TRY(attend_rows(m, ctx, b, l, first, end, &in->heads));
+    ITH_TRY(ith_ulysses_own_to_tokens(m->mesh, ctx, n, hkv, o, in->o));
+    return ith_ulysses_await(m->mesh, ctx);
+}
+
+static ith_status output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                   ith_mixer_in *in)
+{
+    const ith_hf_config *c = m->config;
+    ITH_TRY(ith_ulysses_to_tokens(m->mesh, ctx, b->group_tokens, c->num_attention_heads,
+                                  c->num_key_value_heads, m->acts[l].o, &in->o));
+    return ith_ulysses_await(m->mesh, ctx);
 }
 
 ith_status ith_block_attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                            const ith_mixer_in *in)
+                            ith_mixer_in *in)
 {
+    const ith_hf_config *c = m->config;
     ith_layer_acts *a = &m->acts[l];
     if (!a->o.ndim)
         ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
-    return ith_ring_attention_forward(m->mesh, ctx, b->group_tokens, a->o, a->lse, in->heads,
-                                      b->seqs, ith_score_scale(m->config->head_dim),
-                                      !b->bidirectional);
-}
-
-ith_status ith_block_output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                      ith_mixer_in *in)
-{
-    const ith_hf_config *c = m->config;
-    return ith_ulysses_to_tokens(m->mesh, ctx, b->group_tokens, c->num_attention_heads,
-                                 c->num_key_value_heads, m->acts[l].o, &in->o);
+    in->o = a->o_tokens;
+    if (ith_ulysses_is_direct(m->mesh, ctx, c->num_key_value_heads) && c->head_dim <= WINDOW_DIM)
+        return attend_in_windows(m, ctx, b, l, in);
+    ITH_TRY(ith_ring_attention_forward(m->mesh, ctx, b->group_tokens, a->o, a->lse, in->heads,
+                                       b->seqs, ith_score_scale(c->head_dim), !b->bidirectional));
+    return output_to_tokens(m, ctx, b, l, in);
 }
 
 /* ---- backward ---- */
@@ -126,36 +212,55 @@ ith_status ith_block_output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batc
 ith_status ith_block_output_again(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                   ith_mixer_in *in)
 {
-    if (!m->acts[l].o.ndim) {
-        ITH_TRY(ith_block_attention_in(m, ctx, b, l, false, in));
-        ITH_TRY(ith_block_attend(m, ctx, b, l, in));
-    }
-    return in->o.ndim ? ITH_OK : ith_block_output_to_tokens(m, ctx, b, l, in);
+    if (in->o.ndim)
+        return ITH_OK;
+    in->o = m->acts[l].o_tokens;
+    if (in->o.ndim)
+        return ITH_OK;
+    if (m->acts[l].o.ndim)
+        return output_to_tokens(m, ctx, b, l, in);
+    ITH_TRY(ith_block_attention_in(m, ctx, b, l, false, in));
+    return ith_block_attend(m, ctx, b, l, in);
+}
+
+ith_status ith_block_output_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
+                                     ith_mixer_in *in, T do_)
+{
+    return ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens,
+                                          m->config->num_key_value_heads, do_, &in->do_heads);
 }
 
 ith_status ith_block_attend_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                     const ith_mixer_in *in, T do_, T dproj)
+                                     ith_mixer_in *in, T dproj)
 {
     const ith_hf_config *c = m->config;
-    ith_layer_acts *a = &m->acts[l];
+    const ith_layer_acts *a = &m->acts[l];
+    ith_qkv dheads;
+    in->dtokens = ith_block_split_qkv(c, dproj);
+    if (ith_cp_size(m->mesh) > 1 && in->dtokens.q.stride[1] != c->head_dim) /* without the gates */
+        ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "q gradient", m->dtype, b->num_tokens,
+                               c->num_attention_heads, c->head_dim, &in->dtokens.q));
+    ITH_TRY(ith_ulysses_push_heads(m->mesh, ctx, ITH_MEM_WORKSPACE,
+                                   "gradient of heads of all tokens", b->group_tokens, in->dtokens,
+                                   &dheads));
+    ITH_TRY(ith_ulysses_await(m->mesh, ctx));
+    ITH_TRY(ith_ring_attention_backward(m->mesh, ctx, b->group_tokens, dheads, in->do_heads,
+                                        in->heads, a->o, a->lse, b->seqs,
+                                        ith_score_scale(c->head_dim), !b->bidirectional));
+    return ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, in->dtokens, dheads);
+}
+
+ith_status ith_block_qk_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                 const ith_mixer_in *in, T dproj)
+{
     const ith_param *qn = ith_layer_param(m, l, ITH_P_Q_NORM),
                     *kn = ith_layer_param(m, l, ITH_P_K_NORM);
-    ith_qkv s = ith_block_split_qkv(c, a->qkv), ds = ith_block_split_qkv(c, dproj), dtokens = ds,
-            dheads;
-    T do_heads;
-    if (ith_cp_size(m->mesh) > 1 && ds.q.stride[1] != c->head_dim) /* packed: without the gates */
-        ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "q gradient", m->dtype, ds.q.shape[0],
-                               ds.q.shape[1], c->head_dim, &dtokens.q));
-    ITH_TRY(ith_ulysses_to_tokens_backward(m->mesh, ctx, b->group_tokens, c->num_key_value_heads,
-                                           do_, &do_heads));
-    ITH_TRY(ith_ulysses_push_gradient(m->mesh, ctx, b->group_tokens, dtokens, &dheads));
-    ITH_TRY(ith_ring_attention_backward(m->mesh, ctx, b->group_tokens, dheads, do_heads, in->heads,
-                                        a->o, a->lse, b->seqs, ith_score_scale(c->head_dim),
-                                        !b->bidirectional));
-    ITH_TRY(ith_ulysses_to_heads_backward(m->mesh, ctx, b->group_tokens, dtokens, dheads));
-    return ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, dtokens.q, ds.k, s.q, s.k,
-                                     in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos, m->rope_sin,
-                                     b->position_ids, m->norm_offset);
+    ith_qkv s = ith_block_split_qkv(m->config, m->acts[l].qkv),
+            ds = ith_block_split_qkv(m->config, dproj);
+    ITH_TRY(ith_ulysses_await(m->mesh, ctx));
+    return ith_qk_norm_rope_backward(ctx, ds.q, ds.k, qn->grad, kn->grad, in->dtokens.q, ds.k, s.q,
+                                     s.k, in->q_rstd, in->k_rstd, qn->w, kn->w, m->rope_cos,
+                                     m->rope_sin, b->position_ids, m->norm_offset);
 }
 
 ith_status ith_block_project_backward(ith_model *m, ith_ctx *ctx, int64_t l, ith_mixer_in *in,
@@ -206,8 +311,7 @@ ith_status ith_block_fill_cache(ith_model *m, ith_ctx *ctx, int64_t l, const ith
 }
 
 ith_status ith_block_attend_cache(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                  const ith_kv_cache *cache, T rows, bool prefill,
-                                  const ith_mixer_in *in)
+                                  const ith_kv_cache *cache, T rows, bool prefill, ith_mixer_in *in)
 {
     ith_layer_acts *a = &m->acts[l];
     ith_cache_parts part;
@@ -216,6 +320,7 @@ ith_status ith_block_attend_cache(ith_model *m, ith_ctx *ctx, const ith_batch *b
     if (prefill)
         return ith_block_attend(m, ctx, b, l, in);
     ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
+    in->o = a->o;
     ITH_TRY(ith_cache_parts_open(cache->mesh, ctx, a->o, &part));
     ITH_TRY(ith_attention_decode(ctx, part.o, part.lse, in->q, cache_sequences(cache, k),
                                  cache_sequences(cache, v), cache->lengths,

@@ -56,12 +56,16 @@ ith_status ith_block_sum_balance(const ith_model *m, ith_ctx *ctx);
  * acts kept. Heads are this rank's, of all N tokens of its group. */
 typedef struct {
     ith_tensor n1, rstd1; /* absent: not made yet */
-    /* Attention: q and k after norm and RoPE, all heads of this rank's tokens; what travelled. */
+    /* Attention: q and k after norm and RoPE, all heads of this rank's tokens (absent where heads
+     * were kept); what travelled. */
     ith_tensor q, k, q_rstd, k_rstd;
     ith_qkv heads;
     ith_tensor u, b, a, conv, g,
         beta;     /* Gated DeltaNet: what convolution and gates read and make */
     ith_tensor o; /* output of this rank's tokens, all heads; absent: not there yet */
+    /* Attention backward: gradients of o at the heads; of q', k' and v at the tokens. */
+    ith_tensor do_heads;
+    ith_qkv dtokens;
 } ith_mixer_in;
 
 /* What one product makes of n1 = norm(x) for t tokens: room for it, and where a linear layer wants
@@ -81,27 +85,32 @@ ith_status ith_block_project_backward(ith_model *m, ith_ctx *ctx, int64_t l, ith
  *   [q | k | v] = n1 Wqkv^T   q', k' = rope(norm_head(q, k))   o = attention(q', k', v)
  * Views of the projection; where each head of q has a gate, that lies behind it. */
 ith_qkv ith_block_split_qkv(const ith_hf_config *c, ith_tensor qkv);
-/* q' and k' of t tokens with their statistics. */
-ith_status ith_block_push_qk(ith_model *m, ith_ctx *ctx, ith_mem_class where, int64_t t,
-                             ith_tensor *q, ith_tensor *k, ith_tensor *q_rstd, ith_tensor *k_rstd);
+/* What acts may keep of t tokens of n of the group, behind a->qkv: the statistics of q' and k', and
+ * what attention reads; of several ranks also its output at the tokens, so that nothing is
+ * exchanged again. */
+ith_status ith_block_push_attention_in(ith_model *m, ith_ctx *ctx, ith_layer_acts *a, int64_t t,
+                                       int64_t n);
 /* a->o and a->lse of the ring slice of n tokens of the group, this rank's heads. */
 ith_status ith_block_push_attention_out(ith_model *m, ith_ctx *ctx, ith_mem_class where,
                                         ith_layer_acts *a, int64_t n);
 /* Everything of `in` but o. forward: see ith_block_project. */
 ith_status ith_block_attention_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                   bool forward, ith_mixer_in *in);
-/* a->o and a->lse (pushed on the workspace when absent) from in->heads. */
+/* a->o and a->lse (pushed on the workspace when absent) from in->heads, and in->o. */
 ith_status ith_block_attend(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                            const ith_mixer_in *in);
-/* dproj from do_ [T,Hq,Dh], the gradient of in->o; of gates nothing. */
-ith_status ith_block_attend_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                     const ith_mixer_in *in, ith_tensor do_, ith_tensor dproj);
-/* in->o from a->o. */
-ith_status ith_block_output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                      ith_mixer_in *in);
+                            ith_mixer_in *in);
 /* For backward: in->o, making a->o and what it reads again when it was not kept. */
 ith_status ith_block_output_again(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                   ith_mixer_in *in);
+/* Backward in three parts; between two of them an exchange is on its way, beside what is queued
+ * there. do_ [T,Hq,Dh], the gradient of in->o, must stay till the second, dproj is complete behind
+ * the third; of gates nothing. */
+ith_status ith_block_output_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
+                                     ith_mixer_in *in, ith_tensor do_);
+ith_status ith_block_attend_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                     ith_mixer_in *in, ith_tensor dproj);
+ith_status ith_block_qk_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                 const ith_mixer_in *in, ith_tensor dproj);
 
 /* Decoding. Layers below l of its kind, full attention or linear: its place in a cache. */
 int64_t ith_block_cache_index(const ith_hf_config *c, int64_t l);
@@ -110,10 +119,10 @@ int64_t ith_block_cache_index(const ith_hf_config *c, int64_t l);
 ith_status ith_block_fill_cache(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
                                 const ith_mixer_in *in, ith_tensor rows, ith_tensor *k,
                                 ith_tensor *v);
-/* The same, and a->o: each new row sees its sequence up to itself. */
+/* The same, a->o and in->o: each new row sees its sequence up to itself. */
 ith_status ith_block_attend_cache(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                   const ith_kv_cache *cache, ith_tensor rows, bool prefill,
-                                  const ith_mixer_in *in);
+                                  ith_mixer_in *in);
 
 /* Dense layers. x2 = x + o_out and m->delta = MLP(norm(x2)), in tiles; backward: dx in, the
  * gradient of the layer's output; out, that of x2. */

@@ -126,7 +126,10 @@ static ith_status make_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_
         ITH_TRY(ith_slice_halo(m->mesh, ctx, &b->slice, c->linear_conv_kernel_dim, b->seqs, x.u));
     } else {
         ith_head_parts parts = delta_parts(c, &x), own;
+        ITH_TRY(ith_ulysses_push_parts(linear_mesh(m), ctx, ITH_MEM_WORKSPACE,
+                                       "heads of all tokens", b->group_tokens, &parts, &own));
         ITH_TRY(ith_ulysses_parts_to_heads(linear_mesh(m), ctx, b->group_tokens, &parts, &own));
+        ITH_TRY(ith_ulysses_await(linear_mesh(m), ctx));
         x = delta_arrived(&own);
     }
     in->u = x.u;
@@ -216,6 +219,7 @@ static ith_status mix(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
         ith_gated_delta_rule_forward(ctx, o, x.q, x.k, x.v, x.g, x.beta, state, b->seqs, x.scale));
     ITH_TRY(ith_ulysses_to_tokens(linear_mesh(m), ctx, b->group_tokens, c->linear_num_value_heads,
                                   c->linear_num_key_heads, o, &m->acts[l].o));
+    ITH_TRY(ith_ulysses_await(linear_mesh(m), ctx));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     return ITH_OK;
 }
@@ -255,7 +259,10 @@ ith_status ith_delta_mix_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b
     } else {
         ITH_TRY(ith_ulysses_to_tokens_backward(linear_mesh(m), ctx, b->group_tokens,
                                                c->linear_num_key_heads, do_, &do_));
-        ITH_TRY(ith_ulysses_push_parts_gradient(linear_mesh(m), ctx, b->group_tokens, &to, &from));
+        ITH_TRY(ith_ulysses_push_parts(linear_mesh(m), ctx, ITH_MEM_WORKSPACE,
+                                       "gradient of heads of all tokens", b->group_tokens, &to,
+                                       &from));
+        ITH_TRY(ith_ulysses_await(linear_mesh(m), ctx));
         d = delta_arrived(&from);
     }
     ith_delta_gradient dx;
@@ -290,7 +297,8 @@ ith_status ith_delta_mix_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b
     if (m->passes_states)
         return ith_slice_halo_backward(m->mesh, ctx, &b->slice, c->linear_conv_kernel_dim, b->seqs,
                                        d.u);
-    return ith_ulysses_parts_to_heads_backward(linear_mesh(m), ctx, b->group_tokens, &to, &from);
+    ITH_TRY(ith_ulysses_parts_to_heads_backward(linear_mesh(m), ctx, b->group_tokens, &to, &from));
+    return ith_ulysses_await(linear_mesh(m), ctx);
 }
 
 /* ---- decode ---- */

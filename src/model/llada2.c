@@ -349,7 +349,6 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     ITH_TRY(push_saved(m, ctx, b, l, training));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_block_attend(m, ctx, b, l, &in));
-    ITH_TRY(ith_block_output_to_tokens(m, ctx, b, l, &in));
     ITH_TRY(after_attention(m, ctx, b, l, in.o));
     ITH_TRY(ith_offload_save(m, ctx, l));
     m->residual = a->x2;
@@ -447,23 +446,31 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dx)
     return ITH_OK;
 }
 
-/* do_ [T, Hq Dh] from dx2, the gradient of x2 at the rows that are read; it is zero elsewhere.
- * o: [T, Hq Dh] */
+/* do_ [T, Hq Dh] from dx2, the gradient of x2 at the rows that are read; it is zero elsewhere. */
 static ith_status output_gradient(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T do_,
-                                  T dx2, T o)
+                                  T dx2)
 {
     T part = do_, rows = rows_behind(m, b, l);
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
-    ITH_TRY(take_rows(ctx, o, rows, &o));
     if (rows.ndim)
         ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "labelled rows", m->dtype, dx2.shape[0],
                          do_.shape[1], &part));
     ITH_TRY(ith_linear_backward_input(ctx, part, dx2, weight(m, l, ITH_P_O), false));
-    ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_O), dx2, o));
     if (rows.ndim) {
         ITH_TRY(ith_zero(ctx, do_));
         ITH_TRY(ith_scatter_rows(ctx, do_, part, rows));
     }
+    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
+    return ITH_OK;
+}
+
+/* o: [T, Hq Dh] */
+static ith_status output_weight_gradient(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                         T dx2, T o)
+{
+    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
+    ITH_TRY(take_rows(ctx, o, rows_behind(m, b, l), &o));
+    ITH_TRY(ith_linear_backward_weight(ctx, grad(m, l, ITH_P_O), dx2, o));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     return ITH_OK;
 }
@@ -479,9 +486,12 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
     ITH_TRY(ith_block_output_again(m, ctx, b, l, in));
     ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype,
                            b->num_tokens, c->num_attention_heads, c->head_dim, &do_));
-    ITH_TRY(output_gradient(m, ctx, b, l, ith_heads_2d(do_), dx2, ith_heads_2d(in->o)));
+    ITH_TRY(output_gradient(m, ctx, b, l, ith_heads_2d(do_), dx2));
+    ITH_TRY(ith_block_output_backward(m, ctx, b, in, do_));
+    ITH_TRY(output_weight_gradient(m, ctx, b, l, dx2, ith_heads_2d(in->o)));
     ITH_TRY(ith_block_push_projection(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens, &dqkv));
-    ITH_TRY(ith_block_attend_backward(m, ctx, b, l, in, do_, dqkv));
+    ITH_TRY(ith_block_attend_backward(m, ctx, b, l, in, dqkv));
+    ITH_TRY(ith_block_qk_backward(m, ctx, b, l, in, dqkv));
     return ith_block_project_backward(m, ctx, l, in, dqkv, dx);
 }
 
@@ -534,9 +544,9 @@ static T cache_for_queries(T cache, const ith_kv_cache *kv, int64_t b, int64_t n
 
 /* o of the blocks against their sequences' caches. */
 static ith_status attention_decode(ith_model *m, ith_ctx *ctx, int64_t l, const ith_kv_cache *cache,
-                                   T k, T v, const ith_mixer_in *in)
+                                   T k, T v, ith_mixer_in *in)
 {
-    T o = m->acts[l].o;
+    T o = in->o = m->acts[l].o;
     int64_t n = o.shape[0] / cache->batch;
     ith_cache_parts part;
     ITH_TRY(ith_cache_parts_open(cache->mesh, ctx, o, &part));
@@ -565,7 +575,6 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
     ITH_TRY(prefill ? ith_block_attend(m, ctx, b, l, &in)
                     : attention_decode(m, ctx, l, cache, k, v, &in));
-    ITH_TRY(ith_block_output_to_tokens(m, ctx, b, l, &in));
     ITH_TRY(after_attention(m, ctx, b, l, in.o));
     m->residual = a->x2;
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);

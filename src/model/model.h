@@ -80,8 +80,10 @@ typedef struct {
     ith_tensor shared_gate_up, shared_out, shared_gate; /* shared expert: [T,2Is], [T,D], [T,1] */
     ith_tensor probs, topk_w, topk_idx, offsets, source, row_of,
         expert_out; /* experts, see ops.h */
-    /* what norms and RoPE make, when the layer keeps it: [T,D], [T], [T,Hq,Dh], [T,Hkv,Dh] .. */
-    ith_tensor n1, rstd1, q, k, q_rstd, k_rstd, n2, rstd2;
+    /* what norms and RoPE make, when the layer keeps it: [T,D], [T], [T,Hq], [T,Hkv] .. */
+    ith_tensor n1, rstd1, q_rstd, k_rstd, n2, rstd2;
+    ith_qkv heads;           /* then also what attention reads, */
+    ith_tensor o_tokens;     /* and, of a group, its output at the tokens [T,Hq,Dh] */
     int64_t mark, host_mark; /* of ITH_MEM_ACTIVATIONS and ITH_MEM_HOST at the layer's entry */
     void *host_x; /* ITH_KEEP_HOST: x in host memory; the view x is one of the staging buffers */
 } ith_layer_acts;

@@ -291,8 +291,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     if (keep != ITH_KEEP_ALL || !m->keep_normed[l])
         return ITH_OK;
     ITH_TRY(push_norm(ctx, ITH_MEM_ACTIVATIONS, m->dtype, t, c->hidden_size, &a->n1, &a->rstd1));
-    ITH_TRY(
-        ith_block_push_qk(m, ctx, ITH_MEM_ACTIVATIONS, t, &a->q, &a->k, &a->q_rstd, &a->k_rstd));
+    ITH_TRY(ith_block_push_attention_in(m, ctx, a, t, b->group_tokens));
     return push_norm(ctx, ITH_MEM_ACTIVATIONS, m->dtype, t, c->hidden_size, &a->n2, &a->rstd2);
 }
 
@@ -323,7 +322,6 @@ static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, 
     ITH_TRY(push_saved(m, ctx, b, l, training));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_block_attend(m, ctx, b, l, &in));
-    ITH_TRY(ith_block_output_to_tokens(m, ctx, b, l, &in));
     ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size,
                      &o_out));
     ITH_TRY(ith_linear_forward(ctx, o_out, ith_heads_2d(in.o), ith_layer_param(m, l, ITH_P_O)->w,
@@ -404,6 +402,15 @@ static ith_status remake_attention(ith_model *m, ith_ctx *ctx, const ith_batch *
     return ITH_OK;
 }
 
+/* Whether the product for the gradient of gate_up waits for the exchange behind attention, to run
+ * beside it: what it reads is kept. */
+static bool waits_for_attention(const ith_model *m, const ith_ctx *ctx, int64_t l, int64_t t)
+{
+    const ith_hf_config *c = m->config;
+    return !c->layer_is_moe[l] && m->acts[l].n2.ndim && mlp_tile(m, l, t) >= t &&
+           ith_ulysses_is_direct(m->mesh, ctx, c->num_key_value_heads);
+}
+
 /* dx [T,D]: in, the gradient of the layer's output; out, that of x2. */
 static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
 {
@@ -448,7 +455,8 @@ static ith_status mlp_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
             ITH_TRY(ith_swiglu_backward(ctx, gate_up, h, dh,
                                         gate_up)); /* gate_up is its gradient now */
             ITH_TRY(ith_linear_backward_weight(ctx, down->grad, dy, h));
-            ITH_TRY(ith_linear_backward_weight(ctx, up->grad, gate_up, n2));
+            if (!waits_for_attention(m, ctx, l, t))
+                ITH_TRY(ith_linear_backward_weight(ctx, up->grad, gate_up, n2));
             ITH_TRY(ith_linear_backward_input(ctx, dn2, gate_up, up->w, false));
         }
         ITH_TRY(
@@ -463,6 +471,7 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
                                      ith_mixer_in *in, T dx)
 {
     const ith_hf_config *c = m->config;
+    const ith_layer_acts *a = &m->acts[l];
     const ith_param *wo = ith_layer_param(m, l, ITH_P_O);
     T do_, dqkv;
     if (!in->n1.ndim)
@@ -471,9 +480,14 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
     ITH_TRY(ith_push_heads(ctx, ITH_MEM_WORKSPACE, "attention output gradient", m->dtype,
                            b->num_tokens, c->num_attention_heads, c->head_dim, &do_));
     ITH_TRY(ith_linear_backward_input(ctx, ith_heads_2d(do_), dx, wo->w, false));
+    ITH_TRY(ith_block_output_backward(m, ctx, b, in, do_));
     ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, ith_heads_2d(in->o)));
     ITH_TRY(ith_block_push_projection(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens, &dqkv));
-    ITH_TRY(ith_block_attend_backward(m, ctx, b, l, in, do_, dqkv));
+    ITH_TRY(ith_block_attend_backward(m, ctx, b, l, in, dqkv));
+    if (waits_for_attention(m, ctx, l, b->num_tokens))
+        ITH_TRY(ith_linear_backward_weight(ctx, ith_layer_param(m, l, ITH_P_GATE_UP)->grad,
+                                           a->gate_up, a->n2));
+    ITH_TRY(ith_block_qk_backward(m, ctx, b, l, in, dqkv));
     return ith_block_project_backward(m, ctx, l, in, dqkv, dx);
 }
 
@@ -515,7 +529,6 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_block_attend_cache(m, ctx, b, l, cache, rows, prefill, &in));
-    ITH_TRY(ith_block_output_to_tokens(m, ctx, b, l, &in));
     ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size,
                      &o_out));
     ITH_TRY(ith_linear_forward(ctx, o_out, ith_heads_2d(in.o), ith_layer_param(m, l, ITH_P_O)->w,

@@ -203,22 +203,24 @@ static ith_status make_in(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_
     return ith_delta_mixer_in(m, ctx, b, l, in);
 }
 
-/* in->o from a->o. */
-static ith_status output_to_tokens(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
-                                   ith_mixer_in *in)
+/* a->o over whole documents, and in->o. */
+static ith_status mix(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, ith_mixer_in *in)
 {
     if (!m->config->layer_is_linear[l])
-        return ith_block_output_to_tokens(m, ctx, b, l, in);
+        return ith_block_attend(m, ctx, b, l, in);
+    ITH_TRY(ith_delta_mix(m, ctx, b, l, in));
     in->o = m->acts[l].o;
     return ITH_OK;
 }
 
-/* a->o over whole documents, and in->o. */
-static ith_status mix(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, ith_mixer_in *in)
+/* in->o from the kept a->o. */
+static ith_status output_again(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                               ith_mixer_in *in)
 {
-    ITH_TRY(m->config->layer_is_linear[l] ? ith_delta_mix(m, ctx, b, l, in)
-                                          : ith_block_attend(m, ctx, b, l, in));
-    return output_to_tokens(m, ctx, b, l, in);
+    if (!m->config->layer_is_linear[l])
+        return ith_block_output_again(m, ctx, b, l, in);
+    in->o = m->acts[l].o;
+    return ITH_OK;
 }
 
 /* out [T,H,Dh]: the output o of this rank's tokens through its gate. */
@@ -461,7 +463,7 @@ static ith_status remake_mixer(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     if (a->x2.ndim)
         return ITH_OK;
     ITH_TRY(make_in(m, ctx, b, l, false, in));
-    ITH_TRY(a->o.ndim ? output_to_tokens(m, ctx, b, l, in) : mix(m, ctx, b, l, in));
+    ITH_TRY(a->o.ndim ? output_again(m, ctx, b, l, in) : mix(m, ctx, b, l, in));
     ITH_TRY(
         ith_push(ctx, ITH_MEM_WORKSPACE, "middle residual", m->dtype, t, c->hidden_size, &a->x2));
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
@@ -497,17 +499,20 @@ static ith_status mixer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
     T gated, do_, dproj;
     if (!in->n1.ndim)
         ITH_TRY(make_in(m, ctx, b, l, false, in));
-    if (!in->o.ndim)
-        ITH_TRY(output_to_tokens(m, ctx, b, l, in));
+    ITH_TRY(output_again(m, ctx, b, l, in));
     ITH_TRY(gate_out(m, ctx, l, in->o, &gated));
     ITH_TRY(ith_linear_backward_weight(ctx, wo->grad, dx, ith_heads_2d(gated)));
     do_ = gated; /* read for the last time */
     ITH_TRY(ith_linear_backward_input(ctx, ith_heads_2d(do_), dx, wo->w, false));
     ITH_TRY(ith_block_push_projection(m, ctx, ITH_MEM_WORKSPACE, l, b->num_tokens, &dproj));
     ITH_TRY(gate_backward(m, ctx, l, in, do_, dproj));
-    ITH_TRY(m->config->layer_is_linear[l]
-                ? ith_delta_mix_backward(m, ctx, b, l, in, do_, dproj)
-                : ith_block_attend_backward(m, ctx, b, l, in, do_, dproj));
+    if (m->config->layer_is_linear[l]) {
+        ITH_TRY(ith_delta_mix_backward(m, ctx, b, l, in, do_, dproj));
+    } else {
+        ITH_TRY(ith_block_output_backward(m, ctx, b, in, do_));
+        ITH_TRY(ith_block_attend_backward(m, ctx, b, l, in, dproj));
+        ITH_TRY(ith_block_qk_backward(m, ctx, b, l, in, dproj));
+    }
     return ith_block_project_backward(m, ctx, l, in, dproj, dx);
 }
 
@@ -551,11 +556,11 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
     if (m->config->layer_is_linear[l]) {
         ITH_TRY(ith_block_project(m, ctx, b, l, true, &in));
         ITH_TRY(ith_delta_mix_cache(m, ctx, b, l, cache, &in));
+        in.o = m->acts[l].o;
     } else {
         ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
         ITH_TRY(ith_block_attend_cache(m, ctx, b, l, cache, rows, prefill, &in));
     }
-    ITH_TRY(output_to_tokens(m, ctx, b, l, &in));
     ITH_TRY(project_out(m, ctx, l, in.o, &mixed));
     ITH_TRY(ffn_forward(m, ctx, b, l, mixed));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);

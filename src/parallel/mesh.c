@@ -28,20 +28,19 @@ out:
     return status;
 }
 
-/* A group of the device for each of the host's: on the main queue and, beside, on the other one.
- * NULL: there is no such group. */
-static ith_status open_groups(ith_comm *host, ith_device *device, bool beside, ith_comm *out[2],
-                              ith_error *err)
+/* A group of the device for each of the host's: on the main queue and, beside (or, heads, where it
+ * takes rows), on the other one. NULL: there is no such group. */
+static ith_status open_groups(ith_comm *host, ith_device *device, bool beside, bool heads,
+                              ith_comm *out[2], ith_error *err)
 {
     ith_comm *own = NULL;
     if (!host)
         return ITH_OK;
-    for (int q = 0; q < (beside ? 2 : 1); q++) {
-        ITH_TRY(ith_comm_open_device(&own, host, device, q == 1, err));
-        out[q] = own;
-    }
-    if (!beside)
-        out[1] = own;
+    ITH_TRY(ith_comm_open_device(&own, host, device, false, err));
+    out[0] = own;
+    if (beside || (heads && own->takes_rows))
+        ITH_TRY(ith_comm_open_device(&own, host, device, true, err));
+    out[1] = own;
     return ITH_OK;
 }
 
@@ -66,15 +65,18 @@ ith_status ith_mesh_open_device(ith_mesh *mesh, ith_device *device, bool beside,
     ith_status status = ITH_OK;
     ITH_ASSERT(mesh->device_world[0] == mesh->world);
     beside |= ith_ring_size(mesh) > 1;
-    ITH_TRY_OUT(open_groups(mesh->world, device, beside, mesh->device_world, err));
-    if (mesh->cp_size == mesh->world_size)
+    bool heads = mesh->ulysses_size > 1, is_world = mesh->cp_size == mesh->world_size;
+    ITH_TRY_OUT(
+        open_groups(mesh->world, device, beside, heads && is_world, mesh->device_world, err));
+    if (is_world)
         memcpy(mesh->device_cp, mesh->device_world, sizeof mesh->device_cp);
     else if (mesh->cp_size > 1)
-        ITH_TRY_OUT(open_groups(mesh->cp, device, ith_ring_size(mesh) > 1, mesh->device_cp, err));
+        ITH_TRY_OUT(
+            open_groups(mesh->cp, device, ith_ring_size(mesh) > 1, heads, mesh->device_cp, err));
     if (mesh->ep)
         ITH_TRY_OUT(ith_comm_open_device(&mesh->device_ep, mesh->ep, device, false, err));
-    ITH_TRY_OUT(open_groups(mesh->edp, device, beside, mesh->device_edp, err));
-    ITH_TRY_OUT(open_groups(mesh->shard, device, beside, mesh->device_shard, err));
+    ITH_TRY_OUT(open_groups(mesh->edp, device, beside, false, mesh->device_edp, err));
+    ITH_TRY_OUT(open_groups(mesh->shard, device, beside, false, mesh->device_shard, err));
     if (mesh->replicas)
         ITH_TRY_OUT(
             ith_comm_open_device(&mesh->device_replicas, mesh->replicas, device, false, err));
@@ -125,10 +127,9 @@ bool ith_mesh_takes_rows(const ith_mesh *mesh, const ith_ctx *ctx)
 /* The device when exchanges have a queue of their own, which runs. */
 static ith_device *forks(const ith_mesh *mesh, const ith_ctx *ctx)
 {
-    return mesh && mesh->device_world[1] != mesh->device_world[0] && !ith_ctx_counting(ctx) &&
-                   ctx->device->fork
-               ? ctx->device
-               : NULL;
+    bool beside = mesh && (mesh->device_world[1] != mesh->device_world[0] ||
+                           mesh->device_cp[1] != mesh->device_cp[0]);
+    return beside && !ith_ctx_counting(ctx) && ctx->device->fork ? ctx->device : NULL;
 }
 
 ith_status ith_mesh_fork(const ith_mesh *mesh, ith_ctx *ctx)

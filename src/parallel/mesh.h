@@ -67,6 +67,12 @@ static inline int64_t ith_cp_size(const ith_mesh *mesh)
     return mesh ? mesh->cp_size : 1;
 }
 
+/* Neighbours that exchange heads. */
+static inline int64_t ith_ulysses_size(const ith_mesh *mesh)
+{
+    return mesh ? mesh->ulysses_size : 1;
+}
+
 static inline int64_t ith_ep_size(const ith_mesh *mesh)
 {
     return mesh ? mesh->ep_size : 1;
@@ -150,7 +156,8 @@ enum {
     ITH_MARK_WEIGHTS = 0, /* + window: a layer is gathered */
     ITH_MARK_GRADS = 2,   /* + window: its gradients are summed */
     ITH_MARK_KEYS = 4,    /* of a ring */
-    ITH_MARK_KEY_GRADS = 5
+    ITH_MARK_KEY_GRADS = 5,
+    ITH_MARK_HEADS = 6 /* the last exchange of heads */
 };
 ith_status ith_mesh_fork(const ith_mesh *mesh, ith_ctx *ctx);
 ith_status ith_mesh_note(const ith_mesh *mesh, ith_ctx *ctx, int mark);

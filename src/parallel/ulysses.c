@@ -1,5 +1,6 @@
 /* ulysses.c - packing, one exchange, unpacking.
- * Where links of devices take rows (ith_mesh_takes_rows) neither packs.
+ * Where links of devices take rows (ith_mesh_takes_rows) neither packs, and the exchange has a
+ * queue of its own.
  *
  * Invariants:
  *  1. A block between two ranks is [tokens of the slice owner, heads of the head owner], in both
@@ -10,11 +11,6 @@
 #include <string.h>
 
 typedef ith_tensor T;
-
-static int64_t group_size(const ith_mesh *mesh)
-{
-    return mesh ? mesh->ulysses_size : 1;
-}
 
 /* Among the neighbours that exchange heads. */
 static int64_t own_rank(const ith_mesh *mesh)
@@ -180,10 +176,10 @@ static T block_heads(const layout *l, const ith_head_share *s, T block, int i, i
 /* ---- without packing: rows of the one side go where they belong on the other ---- */
 
 /* Kv heads that ranks share come back as a sum, which needs a place of its own. */
-static bool is_direct(const ith_mesh *mesh, const ith_ctx *ctx, int64_t kv_heads)
+bool ith_ulysses_is_direct(const ith_mesh *mesh, const ith_ctx *ctx, int64_t kv_heads)
 {
-    return ith_ring_size(mesh) == 1 && mesh->ulysses_size <= kv_heads &&
-           ith_mesh_takes_rows(mesh, ctx);
+    return ith_ulysses_size(mesh) > 1 && ith_ring_size(mesh) == 1 &&
+           mesh->ulysses_size <= kv_heads && ith_mesh_takes_rows(mesh, ctx);
 }
 
 static ith_strided rows_of(T cols)
@@ -192,26 +188,63 @@ static ith_strided rows_of(T cols)
     return (ith_strided){cols.data, cols.stride[0] * size, cols.shape[1] * size, cols.shape[0]};
 }
 
-/* parts of this rank's tokens, all heads; rows [n, own width]: of all tokens, own heads. parts ->
- * rows (to_heads), or back. */
+/* Both sides of part i of the block of rank j. parts: of this rank's tokens, all heads; rows [n,
+ * own width]: of all tokens, own heads. */
+static void sides_of(const layout *l, const T *parts, T rows, int64_t j, int i, T *tokens_side,
+                     T *heads_side)
+{
+    ith_head_share theirs = share_of(l, j), mine = share_of(l, own_rank(l->mesh));
+    int64_t head, count = heads_of(l, &theirs, i, &head);
+    T block =
+        ith_row_range(rows, ith_cp_first(l->mesh, l->n, j), ith_cp_first(l->mesh, l->n, j + 1));
+    *tokens_side = head_cols(parts[i], head, count);
+    count = heads_of(l, &mine, i, &head);
+    *heads_side = block_heads(l, &mine, block, i, 0, count);
+}
+
+/* parts -> rows (to_heads), or back: what goes to others and comes from them. */
 static ith_status exchange_direct(const layout *l, ith_ctx *ctx, const T *parts, T rows,
                                   bool to_heads)
 {
     const ith_mesh *m = l->mesh;
-    ith_head_share own = share_of(l, own_rank(m));
     ith_strided *tokens_side = m->pieces, *heads_side = m->pieces + ITH_MAX_PIECES * m->cp_size;
-    for (int64_t j = 0, k = 0; j < m->cp_size; j++) {
-        ith_head_share s = share_of(l, j);
-        T theirs = ith_row_range(rows, ith_cp_first(m, l->n, j), ith_cp_first(m, l->n, j + 1));
+    for (int64_t j = 0, k = 0; j < m->cp_size; j++)
         for (int i = 0; i < l->count; i++, k++) {
-            int64_t first, mine, count = heads_of(l, &s, i, &first);
-            tokens_side[k] = rows_of(head_cols(parts[i], first, count));
-            count = heads_of(l, &own, i, &mine);
-            heads_side[k] = rows_of(block_heads(l, &own, theirs, i, 0, count));
+            T a, b;
+            sides_of(l, parts, rows, j, i, &a, &b);
+            tokens_side[k] = rows_of(a);
+            heads_side[k] = rows_of(b);
+            if (j == own_rank(m))
+                tokens_side[k].rows = heads_side[k].rows = 0;
         }
+    ITH_TRY(ith_mesh_fork(m, ctx));
+    ITH_TRY(ith_comm_exchange_rows(m->device_cp[1], to_heads ? tokens_side : heads_side,
+                                   to_heads ? heads_side : tokens_side, l->count, ctx->err));
+    return ith_mesh_note(m, ctx, ITH_MARK_HEADS);
+}
+
+/* The own block, on the main queue meanwhile. */
+static ith_status copy_own(const layout *l, ith_ctx *ctx, const T *parts, T rows, bool to_heads)
+{
+    for (int i = 0; i < l->count; i++) {
+        T a, b;
+        sides_of(l, parts, rows, own_rank(l->mesh), i, &a, &b);
+        ITH_TRY(copy_rows(ctx, to_heads ? b : a, to_heads ? a : b));
     }
-    return ith_comm_exchange_rows(m->device_cp[0], to_heads ? tokens_side : heads_side,
-                                  to_heads ? heads_side : tokens_side, l->count, ctx->err);
+    return ITH_OK;
+}
+
+static ith_status go_directly(const layout *l, ith_ctx *ctx, const T *parts, T rows, bool to_heads)
+{
+    if (ith_ctx_counting(ctx))
+        return ITH_OK;
+    ITH_TRY(exchange_direct(l, ctx, parts, rows, to_heads));
+    return copy_own(l, ctx, parts, rows, to_heads);
+}
+
+ith_status ith_ulysses_await(const ith_mesh *mesh, ith_ctx *ctx)
+{
+    return ith_ulysses_size(mesh) > 1 ? ith_mesh_await(mesh, ctx, ITH_MARK_HEADS) : ITH_OK;
 }
 
 /* ---- with packing ---- */
@@ -256,20 +289,38 @@ static void head_views(const layout *l, T rows, ith_head_parts *out)
 
 /* ---- the verbs ---- */
 
-ith_status ith_ulysses_parts_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
-                                      const ith_head_parts *in, ith_head_parts *out)
+ith_status ith_ulysses_push_parts(const ith_mesh *mesh, ith_ctx *ctx, ith_mem_class where,
+                                  const char *name, int64_t n, const ith_head_parts *in,
+                                  ith_head_parts *out)
 {
     *out = *in;
-    if (group_size(mesh) == 1)
+    if (ith_ulysses_size(mesh) == 1)
+        return ITH_OK;
+    layout l = make_layout(mesh, n, in->t[0].shape[0], in);
+    T rows;
+    ITH_TRY(ith_ctx_push(ctx, where, name, l.dtype, 2, ith_ring_own_rows(mesh, ctx, n),
+                         own_width(&l), 1, 1, &rows));
+    head_views(&l, rows, out);
+    return ITH_OK;
+}
+
+/* What push_parts pushed. */
+static T rows_behind(const layout *l, const ith_head_parts *heads)
+{
+    ITH_ASSERT(heads->t[0].stride[0] == own_width(l));
+    return ith_tensor_2d(heads->t[0].data, l->dtype, heads->t[0].shape[0], own_width(l));
+}
+
+ith_status ith_ulysses_parts_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
+                                      const ith_head_parts *in, const ith_head_parts *out)
+{
+    if (ith_ulysses_size(mesh) == 1)
         return ITH_OK;
     layout l = make_layout(mesh, n, in->t[0].shape[0], in);
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM);
-    T staging, rows;
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "heads of all tokens", l.dtype, 2,
-                         ith_ring_own_rows(mesh, ctx, n), own_width(&l), 1, 1, &rows));
-    head_views(&l, rows, out);
-    if (is_direct(mesh, ctx, l.kv_heads))
-        return ith_ctx_counting(ctx) ? ITH_OK : exchange_direct(&l, ctx, in->t, rows, true);
+    T staging, rows = rows_behind(&l, out);
+    if (ith_ulysses_is_direct(mesh, ctx, l.kv_heads))
+        return go_directly(&l, ctx, in->t, rows, true);
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         for (int64_t j = 0; j < mesh->ulysses_size; j++) {
@@ -284,20 +335,6 @@ ith_status ith_ulysses_parts_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_
         ITH_TRY(exchange(&l, ctx, staging, rows, true));
     }
     ith_plan_release(ctx->plan, ITH_MEM_COMM, mark);
-    return ITH_OK;
-}
-
-ith_status ith_ulysses_push_parts_gradient(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
-                                           const ith_head_parts *in, ith_head_parts *out)
-{
-    *out = *in;
-    if (group_size(mesh) == 1)
-        return ITH_OK;
-    layout l = make_layout(mesh, n, in->t[0].shape[0], in);
-    T rows;
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "gradient of heads of all tokens", l.dtype, 2,
-                         ith_ring_own_rows(mesh, ctx, n), own_width(&l), 1, 1, &rows));
-    head_views(&l, rows, out);
     return ITH_OK;
 }
 
@@ -325,14 +362,13 @@ ith_status ith_ulysses_parts_to_heads_backward(const ith_mesh *mesh, ith_ctx *ct
                                                const ith_head_parts *din,
                                                const ith_head_parts *dout)
 {
-    if (group_size(mesh) == 1)
+    if (ith_ulysses_size(mesh) == 1)
         return ITH_OK;
     layout l = make_layout(mesh, n, din->t[0].shape[0], din);
     int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_COMM), next_kv = 0;
-    T staging, rows = ith_tensor_2d(dout->t[0].data, l.dtype, dout->t[0].shape[0], own_width(&l));
-    ITH_ASSERT(dout->t[0].stride[0] == own_width(&l));
-    if (is_direct(mesh, ctx, l.kv_heads))
-        return ith_ctx_counting(ctx) ? ITH_OK : exchange_direct(&l, ctx, din->t, rows, false);
+    T staging, rows = rows_behind(&l, dout);
+    if (ith_ulysses_is_direct(mesh, ctx, l.kv_heads))
+        return go_directly(&l, ctx, din->t, rows, false);
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         ITH_TRY(exchange(&l, ctx, staging, rows, false));
@@ -358,22 +394,20 @@ static ith_qkv qkv_of(const ith_head_parts *p)
     return (ith_qkv){p->t[0], p->t[1], p->t[2]};
 }
 
-ith_status ith_ulysses_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv in,
-                                ith_qkv *out)
+ith_status ith_ulysses_push_heads(const ith_mesh *mesh, ith_ctx *ctx, ith_mem_class where,
+                                  const char *name, int64_t n, ith_qkv in, ith_qkv *out)
 {
     ith_head_parts from = parts_of(in), to;
-    ITH_TRY(ith_ulysses_parts_to_heads(mesh, ctx, n, &from, &to));
+    ITH_TRY(ith_ulysses_push_parts(mesh, ctx, where, name, n, &from, &to));
     *out = qkv_of(&to);
     return ITH_OK;
 }
 
-ith_status ith_ulysses_push_gradient(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv in,
-                                     ith_qkv *out)
+ith_status ith_ulysses_to_heads(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv in,
+                                ith_qkv out)
 {
-    ith_head_parts from = parts_of(in), to;
-    ITH_TRY(ith_ulysses_push_parts_gradient(mesh, ctx, n, &from, &to));
-    *out = qkv_of(&to);
-    return ITH_OK;
+    ith_head_parts from = parts_of(in), to = parts_of(out);
+    return ith_ulysses_parts_to_heads(mesh, ctx, n, &from, &to);
 }
 
 ith_status ith_ulysses_to_heads_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, ith_qkv din,
@@ -386,7 +420,7 @@ ith_status ith_ulysses_to_heads_backward(const ith_mesh *mesh, ith_ctx *ctx, int
 ith_status ith_ulysses_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, int64_t q_heads,
                                  int64_t kv_heads, ith_tensor o, ith_tensor *out)
 {
-    if (group_size(mesh) == 1) {
+    if (ith_ulysses_size(mesh) == 1) {
         *out = o;
         return ITH_OK;
     }
@@ -400,8 +434,8 @@ ith_status ith_ulysses_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, 
     if (!out->ndim)
         ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention output of own tokens", l.dtype, 3,
                              tokens, q_heads, o.shape[2], 1, out));
-    if (is_direct(mesh, ctx, l.kv_heads))
-        return ith_ctx_counting(ctx) ? ITH_OK : exchange_direct(&l, ctx, out, as_rows(o), false);
+    if (ith_ulysses_is_direct(mesh, ctx, l.kv_heads))
+        return go_directly(&l, ctx, out, as_rows(o), false);
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         ITH_TRY(exchange(&l, ctx, staging, o, false));
@@ -415,10 +449,30 @@ ith_status ith_ulysses_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n, 
     return ITH_OK;
 }
 
+static layout layout_of_o(const ith_mesh *mesh, int64_t n, int64_t kv_heads, T out)
+{
+    ith_head_parts part = {1, out.shape[1], kv_heads, {out}, {false}};
+    return make_layout(mesh, n, out.shape[0], &part);
+}
+
+ith_status ith_ulysses_others_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
+                                        int64_t kv_heads, ith_tensor o, ith_tensor out)
+{
+    layout l = layout_of_o(mesh, n, kv_heads, out);
+    return ith_ctx_counting(ctx) ? ITH_OK : exchange_direct(&l, ctx, &out, as_rows(o), false);
+}
+
+ith_status ith_ulysses_own_to_tokens(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
+                                     int64_t kv_heads, ith_tensor o, ith_tensor out)
+{
+    layout l = layout_of_o(mesh, n, kv_heads, out);
+    return ith_ctx_counting(ctx) ? ITH_OK : copy_own(&l, ctx, &out, as_rows(o), false);
+}
+
 ith_status ith_ulysses_to_tokens_backward(const ith_mesh *mesh, ith_ctx *ctx, int64_t n,
                                           int64_t kv_heads, ith_tensor dout, ith_tensor *do_)
 {
-    if (group_size(mesh) == 1) {
+    if (ith_ulysses_size(mesh) == 1) {
         *do_ = dout;
         return ITH_OK;
     }
@@ -429,9 +483,8 @@ ith_status ith_ulysses_to_tokens_backward(const ith_mesh *mesh, ith_ctx *ctx, in
     T staging;
     ITH_TRY(ith_ctx_push(ctx, ITH_MEM_WORKSPACE, "attention output gradient of all tokens", l.dtype,
                          3, ith_ring_own_rows(mesh, ctx, n), own.q_count, dout.shape[2], 1, do_));
-    if (is_direct(mesh, ctx, l.kv_heads))
-        return ith_ctx_counting(ctx) ? ITH_OK
-                                     : exchange_direct(&l, ctx, &dout, as_rows(*do_), true);
+    if (ith_ulysses_is_direct(mesh, ctx, l.kv_heads))
+        return go_directly(&l, ctx, &dout, as_rows(*do_), true);
     ITH_TRY(push_staging(&l, ctx, &staging));
     if (!ith_ctx_counting(ctx)) {
         for (int64_t j = 0; j < mesh->ulysses_size; j++) {

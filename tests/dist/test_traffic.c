@@ -38,10 +38,11 @@ static const char linear[] =
     " \"rope_parameters\": {\"rope_theta\": 10000.0, \"partial_rotary_factor\": 0.5,"
     " \"mrope_section\": [1, 1, 0]}}";
 
+#define KEEP_AUTO (-1) /* here: all there is to keep */
+
 typedef struct {
     int64_t cp, ulysses;
-    int zero;
-    ith_keep keep;
+    int zero, keep;
     ith_linear_cp linear_cp;
 } layout;
 
@@ -117,7 +118,7 @@ static void measure(const char *config, int layers, layout l, int64_t n, step_tr
                          .max_labels = n,
                          .max_doc_tokens = n,
                          .training = true,
-                         .keep = (int)l.keep,
+                         .keep = l.keep,
                          .linear_cp = l.linear_cp};
     assert_ok(ith_step_create(&step, model, &session.ctx, &c, false), err);
     ith_micro_batch b = one_document(n);
@@ -160,29 +161,30 @@ static void same(traffic got, int64_t bytes, int64_t exchanges, const char *what
         fail_msg("%s, %lld ranks, cp %lld, ulysses %lld, zero %d, keep %d: %lld bytes in %lld "
                  "exchanges, expected %lld in %lld",
                  what, (long long)world->size, (long long)l.cp, (long long)l.ulysses, l.zero,
-                 (int)l.keep, (long long)got.bytes, (long long)got.exchanges, (long long)bytes,
+                 l.keep, (long long)got.bytes, (long long)got.exchanges, (long long)bytes,
                  (long long)exchanges);
 }
 
-/* Forward: qkv to heads, o back. Backward: both again, the gradient of o, those of q, k and v. A
- * ring: keys and values forward and backward, their gradients in f32; once more where attention is
- * made again. */
+/* Forward: qkv to heads, o back. Backward: both again, unless all was kept; the gradient of o,
+ * those of q, k and v. A ring: keys and values forward and backward, their gradients in f32; once
+ * more where attention is made again. */
 static void test_attention_sends_q_k_v_and_o(void **state)
 {
     (void)state;
     const int64_t p = world->size, n = 16 * p, e = 4, dq = Q * DIM, dkv = KV * DIM;
     for (int64_t u = 1; u <= p && u <= Q; u++)
-        for (int keep = ITH_KEEP_ALL; keep <= ITH_KEEP_INPUT; keep++) {
+        for (int keep = KEEP_AUTO; keep <= ITH_KEEP_INPUT; keep++) {
             step_traffic layer, base;
-            layout l = {p, u, 0, (ith_keep)keep, ITH_LINEAR_AUTO};
+            layout l = {p, u, 0, keep, ITH_LINEAR_AUTO};
+            int64_t times = keep == KEEP_AUTO ? 4 : 6;
             if (p % u || (u > KV ? u % KV : KV % u))
                 continue;
             measure_layer(dense, l, n, &layer, &base);
             int64_t r = p / u, rep = u > KV ? u / KV : 1, again = keep == ITH_KEEP_INPUT;
-            int64_t heads = (u - 1) * n / u / p * (6 * dq + 6 * dkv * rep) * e;
+            int64_t heads = (u - 1) * n / u / p * times * (dq + dkv * rep) * e;
             int64_t round = (r - 1) * n / r * 2 * dkv * rep / u;
             same(layer.micro, heads + round * ((2 + again) * e + 4),
-                 (u > 1 ? 6 : 0) + (3 + again) * (r - 1), "a layer", l);
+                 (u > 1 ? times : 0) + (3 + again) * (r - 1), "a layer", l);
             same(base.micro, 0, 0, "beside the layers", l);
         }
 }

@@ -112,6 +112,13 @@ static float sum_of_replicas(const layer *x, int64_t head)
     return sum;
 }
 
+/* In the groups of both queues. */
+static int64_t bytes_sent(void)
+{
+    ith_comm *const *cp = mesh.device_cp;
+    return cp[0]->bytes_sent + (cp[1] != cp[0] ? cp[1]->bytes_sent : 0);
+}
+
 static void walk(layer *x)
 {
     bool runs = !ith_ctx_counting(&x->ctx);
@@ -132,16 +139,31 @@ static void walk(layer *x)
         fill(x->o, 2, 0, x->own.q_first, 1);
     }
     x->o_back = ith_tensor_none();
-    x->sent = mesh.device_cp[0]->bytes_sent;
-    assert_ok(ith_ulysses_to_heads(&mesh, &x->ctx, x->n, x->in, &x->all), err);
+    x->sent = bytes_sent();
+    bool direct = ith_ulysses_is_direct(&mesh, &x->ctx, x->h.kv_heads);
     assert_ok(
-        ith_ulysses_to_tokens(&mesh, &x->ctx, x->n, x->h.q_heads, x->h.kv_heads, x->o, &x->o_back),
+        ith_ulysses_push_heads(&mesh, &x->ctx, ITH_MEM_WORKSPACE, "heads", x->n, x->in, &x->all),
         err);
-    x->sent = mesh.device_cp[0]->bytes_sent - x->sent;
+    assert_ok(ith_ulysses_to_heads(&mesh, &x->ctx, x->n, x->in, x->all), err);
+    if (direct) {
+        push(x, rows, x->h.q_heads, &x->o_back);
+        assert_ok(
+            ith_ulysses_others_to_tokens(&mesh, &x->ctx, x->n, x->h.kv_heads, x->o, x->o_back),
+            err);
+        assert_ok(ith_ulysses_own_to_tokens(&mesh, &x->ctx, x->n, x->h.kv_heads, x->o, x->o_back),
+                  err);
+    } else {
+        assert_ok(ith_ulysses_to_tokens(&mesh, &x->ctx, x->n, x->h.q_heads, x->h.kv_heads, x->o,
+                                        &x->o_back),
+                  err);
+    }
+    x->sent = bytes_sent() - x->sent;
     assert_ok(
         ith_ulysses_to_tokens_backward(&mesh, &x->ctx, x->n, x->h.kv_heads, x->do_, &x->do_all),
         err);
-    assert_ok(ith_ulysses_push_gradient(&mesh, &x->ctx, x->n, x->din, &x->dall), err);
+    assert_ok(
+        ith_ulysses_push_heads(&mesh, &x->ctx, ITH_MEM_WORKSPACE, "heads", x->n, x->din, &x->dall),
+        err);
     if (world->size == 1) /* dall is din: attention would write there */
         x->dall = x->din;
     if (runs) {
@@ -150,6 +172,7 @@ static void walk(layer *x)
         fill(x->dall.v, 2, 0, x->own.kv_first, (float)(world->rank + 1));
     }
     assert_ok(ith_ulysses_to_heads_backward(&mesh, &x->ctx, x->n, x->din, x->dall), err);
+    assert_ok(ith_ulysses_await(&mesh, &x->ctx), err);
 }
 
 static void check_layer(const layer *x)
@@ -271,13 +294,19 @@ static void walk_parts(layer *x)
     push_parts(x, rows, x->h.q_heads, x->h.kv_heads, &din);
     if (runs)
         each_value(x, &in, x->begin, &all, NULL, true);
+    assert_ok(ith_ulysses_push_parts(&mesh, &x->ctx, ITH_MEM_WORKSPACE, "heads", x->n, &in, &there),
+              err);
     assert_ok(ith_ulysses_parts_to_heads(&mesh, &x->ctx, x->n, &in, &there), err);
-    assert_ok(ith_ulysses_push_parts_gradient(&mesh, &x->ctx, x->n, &din, &dthere), err);
+    assert_ok(ith_ulysses_await(&mesh, &x->ctx), err);
+    assert_ok(
+        ith_ulysses_push_parts(&mesh, &x->ctx, ITH_MEM_WORKSPACE, "heads", x->n, &din, &dthere),
+        err);
     if (runs) {
         each_value(x, &there, 0, &x->own, NULL, false);
         each_value(x, &dthere, 0, &x->own, own_factor, true);
     }
     assert_ok(ith_ulysses_parts_to_heads_backward(&mesh, &x->ctx, x->n, &din, &dthere), err);
+    assert_ok(ith_ulysses_await(&mesh, &x->ctx), err);
     if (runs)
         each_value(x, &din, x->begin, &all, sum_of_replicas, false);
 }
