@@ -4,7 +4,7 @@
  * and by states; borders of documents lie on and inside the slices, some ranks have no label,
  * images are in several documents. `test_families all` makes every layout instead of some, twice:
  * the second run has the same bits. `device=cuda` runs on GPUs, which ITH_SHARE_GPU lets ranks
- * share; `only=test_whole*` runs some. */
+ * share; `device=twin` on the host in disguise (twin.h); `only=test_whole*` runs some. */
 #include "testing.h"
 
 #include <math.h>
@@ -14,10 +14,13 @@
 #include "kernels/session.h"
 #include "parallel/expert_exchange.h"
 #include "train/step.h"
+#include "twin.h"
 
 static ith_comm *world;
 static ith_error err;
 static ith_session session; /* of all runs */
+
+#define KEEP_AUTO (-1) /* here: all there is to keep */
 
 #define LINEAR_OF(q, kv)                                                                           \
     "\"hidden_size\": 24, \"num_hidden_layers\": 3, \"layer_types\": [\"linear_attention\","       \
@@ -425,7 +428,7 @@ static void open_run(run *r, const struct family *f, const ith_mesh *mesh, layou
                          .noisy = f->diffusion,
                          .bidirectional = f->bidirectional};
     assert_ok(ith_step_create(&r->step, r->model, &r->ctx, &c, false), err);
-    if (mesh) /* some ranks have fewer tiles, or none */
+    if (mesh && l.keep != KEEP_AUTO) /* some ranks have fewer tiles, or none */
         r->model->mlp_tile = 5;
     fill_weights(r, f);
 }
@@ -546,7 +549,7 @@ static void open_mesh(ith_mesh *mesh, const run *alone, layout l)
         assert_ok(ith_mesh_set_shard(mesh, world->size / 2, &err), err);
     if (l.ep)
         assert_ok(ith_mesh_set_experts(mesh, l.ep, &err), err);
-    if (session.cuda)
+    if (session.ctx.device->links)
         assert_ok(ith_mesh_open_device(mesh, session.ctx.device, l.zero >= 2, &err), err);
 }
 
@@ -908,7 +911,7 @@ static void test_the_cheapest_scheme_is_chosen(void **state)
     }
 }
 
-static const int keeps[] = {ITH_KEEP_ALL, ITH_KEEP_ATTENTION, ITH_KEEP_INPUT, ITH_KEEP_INPUT};
+static const int keeps[] = {KEEP_AUTO, ITH_KEEP_ATTENTION, ITH_KEEP_INPUT, ITH_KEEP_INPUT};
 
 static void test_all_layouts_are_as_one_rank(void **state)
 {
@@ -1029,11 +1032,13 @@ int main(int argc, char **argv)
                                        cmocka_unit_test(test_the_cheapest_scheme_is_chosen),
                                        cmocka_unit_test(test_the_cheaper_way)};
     ith_use_device device = ITH_USE_CPU;
+    bool has_twin = false;
     for (int i = 1; i < argc; i++) {
         thorough |= strcmp(argv[i], "all") == 0;
         if (strncmp(argv[i], "only=", 5) == 0)
             cmocka_set_test_filter(argv[i] + 5);
         device = strcmp(argv[i], "device=cuda") == 0 ? ITH_USE_CUDA : device;
+        has_twin |= strcmp(argv[i], "device=twin") == 0;
     }
     ith_status status = ith_comm_open_world(&world, 120, &err);
     if (status == ITH_OK)
@@ -1042,6 +1047,9 @@ int main(int argc, char **argv)
         fprintf(stderr, "%s\n", err.text);
         return status == ITH_ERR_UNSUPPORTED && device == ITH_USE_CUDA ? 77 : 1;
     }
+    ith_device twin = twin_device(world, false);
+    if (has_twin)
+        session.ctx.device = &twin;
     int failed = cmocka_run_group_tests_name("families", tests, NULL, NULL);
     ith_session_close(&session);
     ith_comm_close(world);

@@ -1,5 +1,7 @@
 /* twin.h - a device that is the host in disguise: its memory is the host's, its links are exchanges
- * of a host group. For tests of what stands on the links of devices. */
+ * of a host group. For tests of what stands on the links of devices: exchanges of groups opened
+ * `beside` happen as late as they may, when they are awaited or the device is; who reads too early,
+ * or overwrites what is on its way, gets other numbers. */
 #ifndef ITH_TESTS_DIST_TWIN_H
 #define ITH_TESTS_DIST_TWIN_H
 
