@@ -196,10 +196,10 @@ static ith_status put_micro_batch(view *v, ith_batcher *batcher, int64_t rank, i
         ith_buf_printf(&v->out, "group %" PRId64 " of %" PRId64 ", ", rank / l->cp_size + 1,
                        l->dp_size);
     ith_buf_printf(&v->out,
-                   "micro-batch %" PRId64 " of %" PRId64 ": %" PRId64 " documents, %" PRId64
+                   "micro-batch %" PRId64 " of %" PRId64 ": %" PRId64 " document%s, %" PRId64
                    " tokens, %" PRId64 " trained, weight %g of %g\n",
-                   j + 1, step->num_micro, mb.num_docs, mb.num_tokens, mb.num_labels, mb.weight_sum,
-                   step->weight_sum);
+                   j + 1, step->num_micro, mb.num_docs, mb.num_docs == 1 ? "" : "s", mb.num_tokens,
+                   mb.num_labels, mb.weight_sum, step->weight_sum);
     for (int64_t d = 0; d < mb.num_docs; d++) {
         int64_t begin = mb.cu_seqlens[d], n = mb.cu_seqlens[d + 1] - begin;
         for (int64_t t = 1; t < n; t++)
@@ -260,15 +260,16 @@ static void put_summary(view *v)
     int64_t lost = 0, truncated = ith_samples_num_truncated(v->samples, &lost);
     int64_t tokens = ith_samples_num_tokens(v->samples);
     int64_t labels = ith_samples_num_labels(v->samples), n = ith_samples_count(v->samples);
-    ith_buf_printf(
-        &v->out,
-        "%" PRId64 " samples, %" PRId64 " tokens (%.1f each), %" PRId64 " trained (%.1f %%)\n", n,
-        tokens, (double)tokens / (double)n, labels, 100.0 * (double)labels / (double)tokens);
+    ith_buf_printf(&v->out,
+                   "%" PRId64 " sample%s, %" PRId64 " tokens (%.1f each), %" PRId64
+                   " trained (%.1f %%)\n",
+                   n, n == 1 ? "" : "s", tokens, (double)tokens / (double)n, labels,
+                   100.0 * (double)labels / (double)tokens);
     if (truncated)
         ith_buf_printf(&v->out,
-                       "%" PRId64 " samples cut to cutoff_len %" PRId64 ": %" PRId64
+                       "%" PRId64 " sample%s cut to cutoff_len %" PRId64 ": %" PRId64
                        " tokens not used\n",
-                       truncated, v->config.cutoff_len, lost);
+                       truncated, truncated == 1 ? "" : "s", v->config.cutoff_len, lost);
     ith_samples_drop_report(v->samples, &v->out);
 }
 

@@ -128,13 +128,14 @@ static ith_status fail_empty(const ith_samples *s, const char *path, ith_error *
 static void log_result(const ith_samples *s, const char *path)
 {
     ith_log(ITH_LOG_INFO, "data",
-            "%s: %" PRId64 " samples, %" PRId64 " tokens, %" PRId64 " trained%s", path,
-            s->num_entries, s->num_tokens, s->num_labels, s->from_cache ? " (cached)" : "");
+            "%s: %" PRId64 " sample%s, %" PRId64 " tokens, %" PRId64 " trained%s", path,
+            s->num_entries, s->num_entries == 1 ? "" : "s", s->num_tokens, s->num_labels,
+            s->from_cache ? " (cached)" : "");
     if (s->num_truncated)
         ith_log(ITH_LOG_WARN, "data",
-                "%s: %" PRId64 " samples are longer than cutoff_len: %" PRId64
+                "%s: %" PRId64 " sample%s longer than cutoff_len: %" PRId64
                 " tokens at their ends are not used",
-                path, s->num_truncated, s->tokens_lost);
+                path, s->num_truncated, s->num_truncated == 1 ? " is" : "s are", s->tokens_lost);
     ith_buf report = {0};
     ith_samples_drop_report(s, &report);
     char *line = report.data;

@@ -547,7 +547,8 @@ ith_flops ith_trainer_step_flops(const ith_trainer *t)
 
 void ith_trainer_put_data(const ith_trainer *t, ith_buf *out)
 {
-    ith_buf_printf(out, "data: %lld samples", (long long)ith_samples_count(t->samples));
+    ith_buf_printf(out, "data: %lld sample%s", (long long)ith_samples_count(t->samples),
+                   ith_samples_count(t->samples) == 1 ? "" : "s");
     if (t->num_held_out)
         ith_buf_printf(out, " (%lld held out)", (long long)t->num_held_out);
     ith_buf_printf(out, ", %lld tokens (%lld trained), %lld step%s per epoch, %lld in all",

@@ -40,7 +40,7 @@ static char *shown(const char *rows, const char *more)
 static void assert_shown(const char *rows, const char *more, int samples, const char *part)
 {
     char *text = shown(rows, more), count[32];
-    snprintf(count, sizeof count, "\n%d samples, ", samples);
+    snprintf(count, sizeof count, "\n%d sample%s, ", samples, samples == 1 ? "" : "s");
     if (!strstr(text, count) || !strstr(text, part))
         fail_msg("expected '%s' and '%s' in:\n%s", count + 1, part, text);
     ith_free(text);
@@ -151,7 +151,7 @@ static void test_weight_zero_is_not_trained(void **state)
     for (int i = 0; i < 2; i++) {
         char *text = shown(rows, modes[i]);
         if (!strstr(text, "\nfirst<im_end>\\n\n") || !strstr(text, "[[second<im_end>\\n]]") ||
-            !strstr(text, "\n1 samples, "))
+            !strstr(text, "\n1 sample, "))
             fail_msg("%s:\n%s", modes[i], text);
         ith_free(text);
     }
@@ -360,9 +360,9 @@ static void test_long_rows_become_several_samples(void **state)
         ROW(USER("count"), BOT("one two three four five six seven eight nine ten "
                                "eleven twelve thirteen fourteen fifteen"));
     char *cut = shown(row, "cutoff_len=64"), *split = shown(row, "cutoff_len=64 split_long=true");
-    if (!strstr(cut, "\n1 samples, ") || strstr(cut, "fifteen<im_end>"))
+    if (!strstr(cut, "\n1 sample, ") || strstr(cut, "fifteen<im_end>"))
         fail_msg("the tail should be cut:\n%s", cut);
-    if (strstr(split, "\n1 samples, ") || !strstr(split, "fifteen<im_end>"))
+    if (strstr(split, "\n1 sample, ") || !strstr(split, "fifteen<im_end>"))
         fail_msg("the tail should be a sample of its own:\n%s", split);
     ith_free(cut);
     ith_free(split);

@@ -58,8 +58,8 @@ static void test_data_shows_a_step_document_by_document(void **state)
     program_run_deinit(&run);
     run = run_data("--step=1", "ranks=2");
     assert_int_equal(run.code, 0);
-    assert_has(&run.out, "=== step 1, group 1 of 2, micro-batch 1 of 1: 1 documents, ");
-    assert_has(&run.out, "=== step 1, group 2 of 2, micro-batch 1 of 1: 1 documents, ");
+    assert_has(&run.out, "=== step 1, group 1 of 2, micro-batch 1 of 1: 1 document, ");
+    assert_has(&run.out, "=== step 1, group 2 of 2, micro-batch 1 of 1: 1 document, ");
     program_run_deinit(&run);
     const char *const shared[] = {"data",      config,
                                   "--step=1",  "batching_strategy=packing",
@@ -68,8 +68,8 @@ static void test_data_shows_a_step_document_by_document(void **state)
     run = run_program(shared, "NO_COLOR=1");
     if (run.code != 0)
         fail_msg("exit %d: %s", run.code, run.err.data);
-    assert_has(&run.out, "=== step 1, rank 1 of 2, micro-batch 1 of 1: 1 documents, ");
-    assert_has(&run.out, "=== step 1, rank 2 of 2, micro-batch 1 of 1: 1 documents, ");
+    assert_has(&run.out, "=== step 1, rank 1 of 2, micro-batch 1 of 1: 1 document, ");
+    assert_has(&run.out, "=== step 1, rank 2 of 2, micro-batch 1 of 1: 1 document, ");
     assert_has_not(&run.out, "=== step 1, micro-batch");
     program_run_deinit(&run);
     run = run_data("--stats", "ranks=2");
