@@ -6,15 +6,6 @@ questions 16 "Who steers ship %d?" "Pilot %d does." 5
 init model -s tiny
 init experts -s tiny-moe
 run_yaml "model: $work/model" "max_steps: 3"
-# job RANKS NAME key=value...: over TCP, without a launcher
-job() {
-    ranks=$1 name=$2; shift 2
-    timeout 60 "$start" "$ranks" "$ithaca" train "$work/run.yaml" "output_dir=$work/$name" "$@" >"$work/$name.out" 2>&1
-}
-one_line() { # NAME TEXT
-    [ "$(grep -c '^error: ' "$work/$1.out")" = 1 ] || { fail "$1: not one error line"; grep '^error' "$work/$1.out"; }
-    grep -q "^error: $2" "$work/$1.out" || { fail "$1: no '$2'"; grep '^error' "$work/$1.out"; }
-}
 
 # Tasks of srun without MPI would all be rank 0 of 1 and write the same files.
 SLURM_STEP_NUM_TASKS=2 "$ithaca" train "$work/run.yaml" "output_dir=$work/tasks" >"$work/tasks.out" 2>&1
@@ -47,28 +38,13 @@ verify 2 zero_stage=3 ep_size=2 "model=$work/experts"
 verify 4 zero_stage=3 ep_size=2 "model=$work/experts"
 
 # A rank is killed, and one is stopped: of three that are left one tells it.
-long() { # NAME SIGNAL key=value...
-    name=$1 signal=$2; shift 2
-    job 4 "$name" max_steps=100000 save_steps=100000 "$@" &
-    waiter=$!
-    for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
-        sleep 0.5
-        grep -q "^step " "$work/$name.out" 2>/dev/null && break
-    done
-    victim=$(pgrep -f "^$ithaca train .*output_dir=$work/$name" | sed -n 3p)
-    began=$(date +%s)
-    [ -n "$victim" ] && kill "-$signal" "$victim"
-    for _ in 1 2 3 4 5 6 7 8 9 10; do # a stopped one is ended when the others have spoken
-        grep -q "^error" "$work/$name.out" && [ "$(pgrep -fc "^$ithaca train .*output_dir=$work/$name")" -le 1 ] && break
-        sleep 1
-    done
-    [ -n "$victim" ] && kill -KILL "$victim" 2>/dev/null
-    wait $waiter && fail "$name: exit code is 0"
-    [ $(($(date +%s) - began)) -le 15 ] || fail "$name: ended late"
-}
-long killed KILL
+# shellcheck disable=SC2086
+job 4 killed $endless &
+lose killed 3 KILL 15
 one_line killed "rank [0-3]: rank [0-3] has left the job"
-long stopped STOP dist_timeout=2
+# shellcheck disable=SC2086
+job 4 stopped $endless dist_timeout=2 &
+lose stopped 3 STOP 15
 one_line stopped "rank [0-3]: rank [0-3] does not answer since 2 s (dist_timeout)"
 
 # A row that cannot be read on one rank alone: its line, once.
@@ -100,15 +76,16 @@ grep -q "^error: .*ITH_MEETING_TIMEOUT: found soon" "$work/soon.out" || { fail "
 # A rank that dies before the meeting, of ranks that train started itself: told by their parent, in seconds.
 mkdir -p "$work/bin" && for tool in sh timeout sed grep paste awk rm; do ln -sf "$(command -v $tool)" "$work/bin/"; done
 began=$(date +%s)
-(PATH=$work/bin && "$ithaca" train "$work/run.yaml" "output_dir=$work/early" ranks=2 max_steps=100000 save_steps=100000 >"$work/early.out" 2>&1) &
+# shellcheck disable=SC2086
+(PATH=$work/bin && "$ithaca" train "$work/run.yaml" "output_dir=$work/early" ranks=2 $endless >"$work/early.out" 2>&1) &
 waiter=$!
 for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30; do
-    victim=$(pgrep -f "^$ithaca train .*output_dir=$work/early" | sed -n 2p)
+    victim=$(processes early | sed -n 2p)
     [ -n "$victim" ] && break
 done
 [ -n "$victim" ] && kill -KILL "$victim"
 wait $waiter && fail "early: exit code is 0"
 [ $(($(date +%s) - began)) -le 25 ] || fail "early: ended late"
-[ "$(grep -c '^error: ' "$work/early.out")" = 1 ] || { fail "early: not one line"; tail -3 "$work/early.out"; }
+one_line early ""
 
 finish "every end is told once"

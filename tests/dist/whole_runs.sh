@@ -50,6 +50,38 @@ train() { # NAME MODEL key=value...
     out=$work/$1 of=$work/$2; shift 2
     timeout 120 "$ithaca" train "$work/run.yaml" "model=$of" "output_dir=$out" "$@" >"$out.out" 2>&1
 }
+job() { # RANKS NAME key=value...: over TCP, without a launcher
+    ranks=$1 name=$2; shift 2
+    timeout 100 "$start" "$ranks" "$ithaca" train "$work/run.yaml" "output_dir=$work/$name" "$@" >"$work/$name.out" 2>&1
+}
+one_line() { # NAME TEXT: the run told one error, which begins with TEXT
+    [ "$(grep -c '^error: ' "$work/$1.out")" = 1 ] || { fail "$1: not one error line"; tail -3 "$work/$1.out"; }
+    grep -q "^error: $2" "$work/$1.out" || { fail "$1: no '$2'"; tail -3 "$work/$1.out"; }
+}
+# Runs in the background that do not end by themselves, their first step, and their processes in order of age.
+endless="max_steps=100000 save_steps=100000 eval_strategy=no eval_split_ratio=0 eval_steps=null"
+await_step() { # NAME
+    for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
+        sleep 0.5
+        grep -q "^step " "$work/$1.out" 2>/dev/null && break
+    done
+}
+processes() { pgrep -f "^$ithaca train .*output_dir=$work/$1"; } # NAME
+# Process WHICH of the run NAME, which is $!, gets SIGNAL after its first step: the run fails, within SECONDS.
+lose() { # NAME WHICH SIGNAL SECONDS
+    waiter=$!
+    await_step "$1"
+    victim=$(processes "$1" | sed -n "$2p")
+    began=$(date +%s)
+    [ -n "$victim" ] && kill "-$3" "$victim"
+    for _ in 1 2 3 4 5 6 7 8 9 10; do # a stopped one is ended when the others have spoken
+        grep -q "^error" "$work/$1.out" && [ "$(processes "$1" | wc -l)" -le 1 ] && break
+        sleep 1
+    done
+    [ -n "$victim" ] && kill -KILL "$victim" 2>/dev/null
+    wait $waiter && fail "$1: exit code is 0"
+    [ $(($(date +%s) - began)) -le "$4" ] || fail "$1: ended late"
+}
 # Losses and norms of the run NAME against those of the run ONE, 1e-5 relative; evaluations, 1e-6; counts, equal.
 same() { # NAME ONE
     for key in loss grad_norm aux_loss eval_loss tokens labels epoch total_steps; do
