@@ -182,6 +182,13 @@ static void list_keys(const json_t *row, char *out, size_t size)
         snprintf(out + used, size - used, " and %zu more", total - shown);
 }
 
+/* {"identity": {"file_name": ...}, ...}: dataset_info.json of LlamaFactory v0. */
+static bool lists_data_sets(const json_t *row)
+{
+    const json_t *first = json_object_iter_value(json_object_iter((json_t *)(uintptr_t)row));
+    return json_object_get(first, "file_name") || json_object_get(first, "hf_hub_url");
+}
+
 ith_status ith_convert_detect(const json_t *row, ith_converter wanted, ith_converter *out,
                               ith_error *err)
 {
@@ -197,6 +204,10 @@ ith_status ith_convert_detect(const json_t *row, ith_converter wanted, ith_conve
         *out = wanted;
         return ITH_OK;
     }
+    if (lists_data_sets(row))
+        return ith_fail(err, ITH_ERR_FORMAT,
+                        "this is a dataset_info.json of LlamaFactory v0 (give a data file, or list "
+                        "data sets in YAML: docs/data.md)");
     char found[400], hint[80] = "";
     list_keys(row, found, sizeof found);
     if (fitting != ITH_CONVERTER_AUTO)

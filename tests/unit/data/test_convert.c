@@ -380,6 +380,8 @@ static void test_detect_names_expected_and_found_keys(void **state)
         {"{\"conversations\":[]}", ITH_CONVERTER_ALPACA, ITH_CONVERTER_AUTO,
          "converter alpaca expects instruction, input, output; converter: sharegpt would fit"},
         {"{}", ITH_CONVERTER_AUTO, ITH_CONVERTER_AUTO, "found the keys none"},
+        {"{\"identity\": {\"file_name\": \"identity.json\"}, \"more\": {\"hf_hub_url\": \"a/b\"}}",
+         ITH_CONVERTER_AUTO, ITH_CONVERTER_AUTO, "a dataset_info.json of LlamaFactory v0"},
         {"{\"a\":1,\"b\":1,\"c\":1,\"d\":1,\"e\":1,\"f\":1,\"g\":1,\"h\":1,\"i\":1}",
          ITH_CONVERTER_AUTO, ITH_CONVERTER_AUTO, "a, b, c, d, e, f, g, h and 1 more"},
     };

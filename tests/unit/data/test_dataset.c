@@ -418,7 +418,7 @@ static void test_shared_files(void **state)
         {"dpo_en_demo.json", 0, 0, "preference data"},
         {"v1_dpo_demo.jsonl", 0, 0, "preference data"},
         {"v1_dpo_demo.yaml", 0, 0, "download it first"},
-        {"dataset_info.json", 0, 0, "found the keys identity"},
+        {"dataset_info.json", 0, 0, "a dataset_info.json of LlamaFactory v0"},
     };
     for (size_t i = 0; i < sizeof files / sizeof files[0]; i++) {
         char name[200];
