@@ -66,7 +66,7 @@ typedef dnnl_memory_desc_t memory_desc; /* a struct */
     X(dnnl_primitive_desc_create)
 #endif
 
-#define MEMBER(name) __typeof__(&name) name;
+#define MEMBER(name) __typeof__(&(name)) name; /* NOLINT(bugprone-macro-parentheses) */
 static struct {
     FUNCTIONS(MEMBER)
 } api;

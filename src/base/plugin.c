@@ -8,7 +8,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#if defined(__SANITIZE_ADDRESS__) /* its reports name functions of libraries that are still there */
+#if defined(__SANITIZE_ADDRESS__) /* its reports name functions of libraries that are still there  \
+                                   */
 #define KEPT RTLD_NODELETE
 #else
 #define KEPT 0
@@ -51,7 +52,7 @@ ith_status ith_plugin_open(void **handle, const char *name, const char *path, it
         goto out;
     }
     const char *file = path ? path : found.data;
-    void *opened = dlopen(file, RTLD_NOW | RTLD_LOCAL | KEPT);
+    void *opened = dlopen(file, RTLD_NOW | KEPT);
     if (!opened) {
         const char *why = dlerror();
         status = ith_fail(err, ITH_ERR_UNSUPPORTED, "plug-in %s: %s", file, why ? why : "refused");

@@ -5,6 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#undef ith_fail
+#undef ith_wrap
+
 static ith_assert_hook assert_hook;
 
 ith_status ith_fail(ith_error *err, ith_status status, const char *fmt, ...)

@@ -44,6 +44,10 @@ typedef struct {
 ith_status ith_fail(ith_error *err, ith_status status, const char *fmt, ...) ITH_PRINTF(3, 4);
 /* Puts "context: " before the text of a recorded failure; returns its argument `status`. */
 ith_status ith_wrap(ith_error *err, ith_status status, const char *fmt, ...) ITH_PRINTF(3, 4);
+#ifdef __clang_analyzer__ /* which sees one file at a time */
+#define ith_fail(err, status, ...) (ith_fail(err, status, __VA_ARGS__), (status))
+#define ith_wrap(err, status, ...) (ith_wrap(err, status, __VA_ARGS__), (status))
+#endif
 void ith_error_clear(ith_error *err);
 /* Process exit code of a status: 0, 1 (the run failed) or 2 (the request was wrong). */
 int ith_exit_code(ith_status status);

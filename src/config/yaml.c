@@ -476,6 +476,7 @@ ith_status ith_yaml_parse_at(ith_yaml *out, const char *text, int64_t len, const
 
 static bool has_suffix(const char *name, const char *suffix)
 {
+    /* cppcheck-suppress ctunullpointer ; give_keys has no name only where it has a place */
     size_t len = strlen(name), suffix_len = strlen(suffix);
     return len >= suffix_len && strcmp(name + len - suffix_len, suffix) == 0;
 }

@@ -165,6 +165,7 @@ static int64_t most_docs_of_step(const ith_batcher *b, int64_t total_tokens)
     int64_t docs = ith_mul_bytes(micro_of_step(b), b->limits.max_docs);
     if (!b->options.carry_over)
         return ith_min_i64(docs, b->count);
+    ITH_ASSERT(total_tokens > 0);
     int64_t passes = ith_mul_bytes(micro_of_step(b), b->limits.max_tokens) / total_tokens + 2;
     return ith_min_i64(docs, ith_mul_bytes(passes, b->count));
 }

@@ -337,6 +337,7 @@ static ith_status syntax_error(const ith_rows *rows, int64_t i, const ith_error 
 {
     const char *at = rows->text + rows->ranges[i].offset;
     int line = 1, column = 1, used = 0;
+    /* NOLINTNEXTLINE(cert-err34-c): numbers that we wrote ourselves */
     if (sscanf(inner->text, ":%d:%d: %n", &line, &column, &used) < 2)
         return ith_fail(err, inner->status, "%s: %s", rows->name, inner->text);
     int64_t file_column = line == 1 ? column_at(rows, at) + column - 1 : column;

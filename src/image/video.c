@@ -168,6 +168,9 @@ static ith_status parse_probe(ith_video_info *out, const ith_buf *text, ith_erro
     return ITH_OK;
 }
 
+/* Of the stream, for probe. */
+#define ENTRIES "stream=width,height,avg_frame_rate,nb_read_packets:stream_side_data=rotation"
+
 ith_status ith_video_probe(ith_video_info *out, const char *path, ith_error *err)
 {
     ith_buf url = {0}, text = {0};
@@ -175,21 +178,13 @@ ith_status ith_video_probe(ith_video_info *out, const char *path, ith_error *err
     ith_buf_init(&text, (int64_t)1 << 20);
     ith_buf_printf(&url, "file:%s", path);
     ITH_TRY(ith_buf_check(&url, "path", err));
-    const char *const argv[] = {"ffprobe",
-                                "-v",
-                                "error",
-                                "-protocol_whitelist",
-                                "file",
-                                "-select_streams",
-                                "v:0",
-                                "-count_packets",
-                                "-show_entries",
-                                "stream=width,height,avg_frame_rate,nb_read_packets:"
-                                "stream_side_data=rotation",
-                                "-of",
-                                "json",
-                                url.data,
-                                NULL};
+    const char *const argv[] = {"ffprobe",       "-v",
+                                "error",         "-protocol_whitelist",
+                                "file",          "-select_streams",
+                                "v:0",           "-count_packets",
+                                "-show_entries", ENTRIES,
+                                "-of",           "json",
+                                url.data,        NULL};
     ith_status status = program_start(&p, argv, err);
     if (status == ITH_OK) {
         char part[4096];

@@ -6,6 +6,7 @@
  *     features = gelu(LN(x) merged Wm1^T + b) Wm2^T + b
  *
  * Invariant: a block keeps its input only; the rest is made again, with the same bits. */
+#include "model/blocks.h"
 #include "model/vision.h"
 
 #include <math.h>
@@ -291,7 +292,7 @@ static T third(const ith_hf_vision *v, T qkv, int i)
 
 static float scale_of(const ith_hf_vision *v)
 {
-    return (float)(1.0 / sqrt((double)(v->hidden_size / v->num_heads)));
+    return ith_score_scale(v->hidden_size / v->num_heads);
 }
 
 /* Everything a block makes, in the workspace. */

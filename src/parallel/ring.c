@@ -377,7 +377,7 @@ int64_t ith_ring_choose(int64_t q_heads, int64_t kv_heads, int64_t head_dim, int
                       : wish == ITH_RING_MIXED
                           ? u > 1 && u < cp_size
                           : in_order || unevenness(q_heads, kv_heads, u) <= 1.15;
-        if (cp_size % u != 0 || !wanted)
+        if (cp_size % u != 0 || !wanted) /* NOLINT(clang-analyzer-core.DivideZero): u >= 1 */
             continue;
         double cost = in_order
                           ? unevenness(q_heads, kv_heads, u) * (2 - (double)u / (double)cp_size)

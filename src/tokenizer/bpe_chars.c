@@ -61,6 +61,7 @@ static bool is_in_order(const ith_vocab *v, const uint32_t *made_at)
 static int32_t merged_char(const ith_vocab *v, const char *bytes, int n)
 {
     int32_t ids[4];
+    ITH_ASSERT(n >= 1 && n <= 4);
     for (int i = 0; i < n; i++)
         if ((ids[i] = v->byte_id[(unsigned char)bytes[i]]) < 0)
             return -1;

@@ -321,6 +321,7 @@ static ith_status merge_entry(scanner *s, ith_vocab *v)
         ITH_TRY_OUT(accept(s, ']') ? ITH_OK : expected(s, "']'"));
     } else {
         ITH_TRY_OUT(read_string(s, &left, &left_len));
+        ITH_ASSERT(left);
         right = memchr(left, ' ', (size_t)left_len);
         if (!right || memchr(right + 1, ' ', (size_t)(left + left_len - right - 1))) {
             ith_fail(s->err, ITH_ERR_FORMAT, "a merge is two tokens with one space between");

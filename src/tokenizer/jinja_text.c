@@ -584,7 +584,7 @@ static ith_jj_value brace_argument(ith_jj_interp *in, ith_jj_text path, const it
     int64_t head = 0;
     while (head < path.len && path.s[head] != '.' && path.s[head] != '[')
         head++;
-    ith_jj_value v = {0};
+    ith_jj_value v;
     bool digits = head > 0 && ith_jj_all_chars((ith_jj_text){path.s, head}, JJ_DECIMAL);
     if (head == 0 || digits) {
         int64_t i = 0;

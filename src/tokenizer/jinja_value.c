@@ -123,6 +123,7 @@ static void dict_grow(ith_jj_interp *in, ith_jj_dict *dict)
     ith_jj_value *keys = ith_jj_alloc(in, ith_mul_bytes(cap, sizeof *keys));
     ith_jj_value *values = ith_jj_alloc(in, ith_mul_bytes(cap, sizeof *values));
     if (dict->count) {
+        ITH_ASSERT(dict->keys && dict->values);
         memcpy(keys, dict->keys, (size_t)dict->count * sizeof *keys);
         memcpy(values, dict->values, (size_t)dict->count * sizeof *values);
     }
@@ -146,6 +147,7 @@ void ith_jj_dict_set(ith_jj_interp *in, ith_jj_dict *dict, ith_jj_value key, ith
     }
     if (dict->count == dict->cap)
         dict_grow(in, dict);
+    ITH_ASSERT(dict->keys && dict->values);
     if (dict->index)
         index_put(dict, hash_value(in, key), dict->count);
     dict->keys[dict->count] = key;

@@ -248,7 +248,7 @@ static ith_status micro_batches(run *r, const ith_batch_step *bs, totals *mine, 
 {
     ith_trainer *t = r->t;
     for (int64_t j = 0; j < bs->num_micro; j++) {
-        ith_micro_batch b;
+        ith_micro_batch b = {0};
         ITH_TRY(ith_trainer_agree(t, fill_micro(r, bs, j, &b, err), err));
         ITH_TRY(alone(t, ith_step_micro(t->step, &b)));
         count_batch(r, &b, mine);
@@ -339,7 +339,7 @@ static ith_status evaluate(run *r, ith_error *err)
     ITH_TRY(ith_batcher_load(t->eval_batcher, t->eval_start, err));
     while (ith_batcher_next(t->eval_batcher, &bs)) {
         for (int64_t j = 0; j < bs.num_micro; j++) {
-            ith_micro_batch b;
+            ith_micro_batch b = {0};
             ITH_TRY(ith_trainer_agree(t, fill_eval(t, j, &b, err), err));
             ITH_TRY(alone(t, ith_step_eval(t->step, &b, &sum.loss)));
             count_batch(r, &b, &sum);

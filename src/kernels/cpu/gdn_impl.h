@@ -264,9 +264,7 @@ static void delta_load_head(delta_task *w, int64_t head)
         memcpy(w->decay + i, &e, sizeof e);
         memcpy(w->tail + i, &t, sizeof t);
     }
-    VI lane;
-    for (int i = 0; i < VW; i++)
-        lane[i] = i;
+    const VI lane = v_lanes();
     for (int64_t i = 0; i < w->n; i++) {
         for (int64_t j = 0; j < w->n; j += VW) {
             VI col = lane + (int32_t)j;
@@ -412,9 +410,7 @@ static void delta_run_states(delta_task *w, int64_t begin, int64_t end, int64_t 
  * dp becomes dP E and dl becomes beta dL E. */
 static void delta_backward_masks(delta_task *w)
 {
-    VI lane;
-    for (int i = 0; i < VW; i++)
-        lane[i] = i;
+    const VI lane = v_lanes();
     for (int64_t i = 0; i < w->n; i++) {
         V betas = v_set(0.0f);
         VD rows[2] = {{0}, {0}};

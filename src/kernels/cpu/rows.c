@@ -415,7 +415,8 @@ static int64_t largest(const float *x, int64_t n)
     return best;
 }
 
-/* Experts of the groups that do not stay lose their biased score c. */
+/* Experts of the groups that do not stay lose their biased score c. The analyzer does not know that
+ * groups times size is all of it. */
 static void drop_groups(float *c, int64_t groups, int64_t size, int64_t stay)
 {
     float score[ITH_CPU_MAX_EXPERTS];
@@ -423,7 +424,7 @@ static void drop_groups(float *c, int64_t groups, int64_t size, int64_t stay)
     for (int64_t g = 0; g < groups; g++) {
         float best = -INFINITY, second = -INFINITY;
         for (int64_t i = 0; i < size; i++) {
-            float x = c[g * size + i];
+            float x = c[g * size + i]; /* NOLINT(clang-analyzer-core.uninitialized.Assign) */
             second = x > best ? best : fmaxf(second, x);
             best = fmaxf(best, x);
         }
@@ -435,7 +436,8 @@ static void drop_groups(float *c, int64_t groups, int64_t size, int64_t stay)
         score[g] = -INFINITY;
     }
     for (int64_t e = 0; e < groups * size; e++)
-        c[e] = stays[e / size] ? c[e] : -INFINITY;
+        if (!stays[e / size])
+            c[e] = -INFINITY;
 }
 
 static void group_router_task(void *arg, int64_t begin, int64_t end, int thread)

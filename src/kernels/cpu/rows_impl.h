@@ -457,6 +457,7 @@ ROWS_TASK(cross_entropy_confident, 1, cross_entropy_confident_as)
 
 INLINE float word_at(const char *x, int64_t i, bool bf16)
 {
+    /* cppcheck-suppress invalidPointerCast ; x points at either, and bf16 says at which */
     return bf16 ? ith_bf16_to_f32(((const uint16_t *)x)[i]) : ((const float *)x)[i];
 }
 
