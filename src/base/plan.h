@@ -4,10 +4,12 @@
  * addresses that are never touched and record the peak, with the names alive at it. Commit
  * allocates exactly the peak of each class, once, and the same code runs again for real. In use
  * there is no allocation: a push moves a pointer, and going past the planned peak is an error that
- * names the buffer. Invariants: 1. the same sequence of pushes and releases gives the same offsets
- * while counting and in use.
- * 2. planned bytes = high-water mark when the walk is the same. Every block is aligned to 256
- * bytes. */
+ * names the buffer.
+ *
+ * Invariants:
+ *  1. The same sequence of pushes and releases gives the same offsets while counting and in use.
+ *  2. Planned bytes = high-water mark when the walk is the same. Every block is aligned to 256
+ *     bytes. */
 #ifndef ITH_BASE_PLAN_H
 #define ITH_BASE_PLAN_H
 

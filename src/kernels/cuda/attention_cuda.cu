@@ -2,10 +2,12 @@
  *
  * bf16 goes to our specialised warps or, in forward where cuDNN is faster, there: documents of one
  * length as a batch, others packed, with offsets made on the device from cu_seqlens. What neither
- * takes (f32, odd strides) goes to the plain kernels. Invariants: 1. lse is [T,Hq] on every way, so
- * forward and backward may take different ones. 2. Workspace is an upper bound over all ways, for
- * the plan is made before documents are known; more documents than PLANNED_DOCS and than the plan's
- * batch had are an error of the plan. */
+ * takes (f32, odd strides) goes to the plain kernels.
+ *
+ * Invariants:
+ *  1. lse is [T,Hq] on every way, so forward and backward may take different ones.
+ *  2. Workspace is an upper bound over all ways, for the plan is made before documents are known;
+ *     more documents than PLANNED_DOCS and than the plan's batch had are an error of the plan. */
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/sdpa_graph.h"
 

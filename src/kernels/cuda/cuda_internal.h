@@ -1,9 +1,11 @@
 /* cuda_internal.h - the state of the CUDA backend and what its files share.
  *
- * Invariants: 1. operators are queued on one stream, in program order; they never wait for it
- * and never allocate. 2. Workspace functions only compute: they run on machines without a driver.
- * 3. Every launch and every call is checked; the dispatcher puts the operator's name before the
- * text, we add the shapes. */
+ * Invariants:
+ *  1. Operators are queued on one stream, in program order; they never wait for it and never
+ *     allocate.
+ *  2. Workspace functions only compute: they run on machines without a driver.
+ *  3. Every launch and every call is checked; the dispatcher puts the operator's name before the
+ *     text, we add the shapes. */
 #ifndef ITH_KERNELS_CUDA_CUDA_INTERNAL_H
 #define ITH_KERNELS_CUDA_CUDA_INTERNAL_H
 
@@ -80,8 +82,7 @@ static inline void *ith_carve_take(ith_carve *c, int64_t bytes)
     return p;
 }
 
-/* ---- parts behind operators --------------------------------------------------------------------
- */
+/* ---- parts behind operators ---- */
 
 /* D = alpha-less product through cuBLASLt. Column-major as cuBLAS has it: D [m,n] = op(A) op(B)
  * (+ D), op(A): [m,k]. */
@@ -174,8 +175,7 @@ void ith_cuda_copy_rows(cudaStream_t stream, void *dst, int64_t dst_stride, cons
                         int64_t src_stride, int64_t bytes, int64_t rows);
 extern const ith_device_links ith_cuda_links;
 
-/* ---- tables of run and workspace functions, one per file ---------------------------------------
- */
+/* ---- tables of run and workspace functions, one per file ---- */
 void ith_cuda_fill_rows(struct ith_backend *b);   /* embedding, gather, scatter, add, cast, zero */
 void ith_cuda_fill_norm(struct ith_backend *b);   /* rmsnorm */
 void ith_cuda_fill_rope(struct ith_backend *b);   /* qk_norm_rope */

@@ -1,7 +1,9 @@
 /* nccl_cuda.c - the way over NCCL, which is opened at run time: any GPUs, any machines.
  *
- * Invariants: 1. an exchange is one NCCL group. 2. All connections are made when the group is
- * opened, so that what is free then is free. 3. The library's own variables (NCCL_*) hold. */
+ * Invariants:
+ *  1. An exchange is one NCCL group.
+ *  2. All connections are made when the group is opened, so that what is free then is free.
+ *  3. The library's own variables (NCCL_*) hold. */
 #include "kernels/cuda/links_cuda.h"
 
 #include <string.h>

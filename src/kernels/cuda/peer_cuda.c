@@ -6,9 +6,12 @@
  *           the others, and maps allocations it has not seen yet (CUDA IPC)
  *   stream  writes ready = k: the places are free now; for each other rank waits for its ready = k,
  *           copies the block, writes done[rank] = k there; waits for done = k of the others
- * Invariants: 1. all ranks of a group make the same exchanges. 2. A rank posts exchange k + 1 only
- * after it has read all posts of k, so that two posts per seat are enough. 3. An allocation is
- * known by the driver's number of it, which is never used again. */
+ *
+ * Invariants:
+ *  1. All ranks of a group make the same exchanges.
+ *  2. A rank posts exchange k + 1 only after it has read all posts of k, so that two posts per
+ *     seat are enough.
+ *  3. An allocation is known by the driver's number of it, which is never used again. */
 #include "kernels/cuda/links_cuda.h"
 
 #include <errno.h>

@@ -7,8 +7,7 @@
 
 enum { THREADS = 256, AHEAD = 16 };
 
-/* ---- gather and scatter ------------------------------------------------------------------------
- */
+/* ---- gather and scatter ---- */
 
 /* dst[dst_idx[i] or i] = src[src_idx[i] or i], rows of `units` words of type W; strides in words. A
  * block's y walks rows, so that no thread divides. */
@@ -117,8 +116,7 @@ static ith_status list_ranges(ith_ctx *ctx, ith_tensor index, ith_tensor first, 
     return ITH_CUDA_LAUNCHED(ctx, index);
 }
 
-/* ---- element-wise, any strides ------------------------------------------------------------------
- */
+/* ---- element-wise, any strides ---- */
 
 /* Row-major shape with the element strides of up to three tensors, in units of N elements along the
  * last dimension. */
@@ -263,8 +261,7 @@ static ith_status zero(ith_ctx *ctx, ith_tensor y)
     return ITH_OK;
 }
 
-/* ---- embedding gradient -------------------------------------------------------------------------
- */
+/* ---- embedding gradient ---- */
 
 /* End of the run of equal ids that begins at `first`. */
 __device__ __forceinline__ int64_t run_end(const int32_t *ids, int64_t first, int64_t n)

@@ -4,9 +4,10 @@
  * recognise as a whole; shapes of the pieces and their order below are what they match. Scores are
  * virtual tensors [B,Hq,S,S] that never exist in memory.
  *
- * Invariants: 1. the first failure sticks, later calls do nothing. 2. Every descriptor made is in
- * graph.all, which passes to the plan or is freed. 3. -inf is what masked scores become: rows that
- * see nothing give 0 and lse -inf. */
+ * Invariants:
+ *  1. The first failure sticks, later calls do nothing.
+ *  2. Every descriptor made is in graph.all, which passes to the plan or is freed.
+ *  3. -inf is what masked scores become: rows that see nothing give 0 and lse -inf. */
 #include "kernels/cuda/sdpa_graph.h"
 
 #include <math.h>
