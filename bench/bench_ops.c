@@ -80,31 +80,33 @@ static const char *shape(int64_t a, int64_t b, int64_t c)
 
 /* ---- the machine's limits ---- */
 
+enum { PEAK_KD = 128, PEAK_ROUNDS = 400 };
+
 static void peak_task(void *arg, int64_t begin, int64_t end, int thread)
 {
     (void)thread;
-    const ith_cpu_level *level = ith_cpu_level_get();
-    enum { KD = 128, ROUNDS = 400 };
-    static const float zeros[KD * 64 + 16];
-    float c[16 * 64];
-    void (*micro)(int64_t, int64_t, const void *, const void *, float *, int64_t, bool) =
-        *(bool *)arg && level->bf16_dot ? level->micro_bf16 : level->micro_f32;
+    const ith_cpu_tile *tile = arg;
+    static const float zeros[PEAK_KD * 64 + 16];
+    float c[32 * 64];
     memset(c, 0, sizeof c);
+    if (tile->begin)
+        tile->begin();
     for (int64_t i = begin; i < end; i++)
-        for (int r = 0; r < ROUNDS; r++)
-            micro(level->mr, KD, zeros, zeros, c, level->nr, true);
+        for (int r = 0; r < PEAK_ROUNDS; r++)
+            tile->micro(tile->mr, PEAK_KD, zeros, zeros, c, tile->nr, true);
+    if (tile->end)
+        tile->end();
 }
 
-static double peak_flops(ith_ctx *ctx, bool pairs)
+static double peak_flops(ith_ctx *ctx, bool bf16)
 {
     const ith_cpu_level *level = ith_cpu_level_get();
-    int64_t pieces = 8 * ith_pool_threads(ctx->pool);
-    double flop = 2.0 * level->mr * level->nr * 128 * 400 * (double)pieces, best = 1e30;
-    if (pairs && level->bf16_dot)
-        flop *= 2;
+    ith_cpu_tile tile = bf16 && level->bf16 ? *level->bf16 : *level->f32;
+    int64_t pieces = 8 * ith_pool_threads(ctx->pool), k = PEAK_KD * tile.k_per_dword;
+    double flop = 2.0 * tile.mr * tile.nr * (double)(k * PEAK_ROUNDS * pieces), best = 1e30;
     for (int i = 0; i < 8; i++) {
         double t0 = bench_seconds();
-        ith_pool_for(ctx->pool, pieces, 1, peak_task, &pairs);
+        ith_pool_for(ctx->pool, pieces, 1, peak_task, &tile);
         double t = bench_seconds() - t0;
         best = t < best ? t : best;
     }

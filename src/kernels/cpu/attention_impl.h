@@ -1,4 +1,4 @@
-/* attention_impl.h - flash attention on the register tile of gemm_impl.h. Part of level_impl.h.
+/* attention_impl.h - flash attention on the tiles of gemm_impl.h. Part of level_impl.h.
  *
  * A tile holds q_block positions of all query heads of one kv head ("columns", head-major, each
  * head padded to NR) against KV_BLOCK keys ("rows"). Scores are kept transposed, S[key][column]: a
@@ -15,50 +15,58 @@
 #define KV_BLOCK 128
 
 typedef struct {
+    const ith_cpu_tile *tile;
     bool pairs, bf16;
     int64_t dim, group;
     ith_document doc;
     int64_t q_begin, k_begin;   /* rows of q and of k where the document begins, or would */
     int64_t kv_head, pad, cols; /* pad: columns of one head; cols = group * pad */
-    int64_t i0, num_q;          /* query positions of this tile, within the document */
+    int64_t ld; /* of rows of cols: a vector more, for cols is a power of two as a rule, and one
+                   column of many rows would share a few sets of the cache */
+    int64_t i0, num_q; /* query positions of this tile, within the document */
     int64_t kd_dim, dim_ld;
     int64_t noisy; /* rows of the document's noisy part */
     /* Keys that a query position sees: [lo[i], hi[i]), noisy stretch, then clean one: [2*pad]. Of a
      * stretch: all keys that any of them sees, and those that all of them see. */
     int32_t *lo, *hi;
     int64_t any_lo[2], any_hi[2], all_lo[2], all_hi[2];
-    float *s, *dp, *out;                    /* [KV_BLOCK, cols] twice, [dim, cols] */
+    float *s, *dp, *out;                    /* [KV_BLOCK, ld] twice, [dim, ld] */
     float *max, *sum;                       /* [cols]; backward: lse and delta */
     float *rows;                            /* [pad, dim] */
     uint32_t *qp, *dop, *kp, *vp, *ktp, *p; /* packed operands */
     uint32_t *q_of, *do_of, *side;          /* backward: packed by queries; transposed P or dS */
-    void *pt, *dst; /* backward: P and dS, [KV_BLOCK, cols] of the operand type */
+    void *pt, *dst; /* backward: P and dS, [KV_BLOCK, ld] of the operand type */
     float *dk, *dv; /* backward: [k_hi - k_lo, dim_ld] */
 } flash;
+
+/* Packed dwords of n summed rows. */
+INLINE int64_t operand_kd(const flash *f, int64_t n)
+{
+    return f->pairs ? ith_round_up(n, PAIRS_STEP) / 2 : n;
+}
 
 static int64_t flash_layout(const ith_cpu_attention *a, flash *f, char *base, bool backward)
 {
     int64_t dim = a->q.shape[2], at = 0;
     int64_t keys = a->seqs.window ? ith_min_i64(a->seqs.max_len, a->k.shape[0]) : a->seqs.max_len;
     f->bf16 = a->q.dtype == ITH_BF16;
-#ifdef LEVEL_BF16_DOT
-    f->pairs = f->bf16;
-#else
-    f->pairs = false;
-#endif
+    const ith_cpu_tile *pairs = TILE_BF16;
+    f->pairs = f->bf16 && pairs;
+    f->tile = f->pairs ? pairs : &tile_f32;
     f->dim = dim;
     f->group = a->q.shape[1] / a->k.shape[1];
     f->pad = ith_round_up(a->q_block, NR);
     f->cols = f->group * f->pad;
-    f->kd_dim = f->pairs ? (dim + 1) / 2 : dim;
+    f->ld = f->cols + VW;
+    f->kd_dim = operand_kd(f, dim);
     f->dim_ld = ith_round_up(dim, NR);
-    int64_t rows_kd = f->pairs ? KV_BLOCK / 2 : KV_BLOCK, q_kd = f->pairs ? f->pad / 2 : f->pad;
-    int64_t kv_mr = ith_round_up(KV_BLOCK, MR), dim_mr = ith_round_up(dim, MR);
+    int64_t rows_kd = operand_kd(f, KV_BLOCK), q_kd = operand_kd(f, f->pad);
+    int64_t kv_mr = ith_round_up(KV_BLOCK, f->tile->mr), dim_mr = ith_round_up(dim, f->tile->mr);
 #define PART(field, dwords)                                                                        \
     f->field = base ? (void *)(base + at) : NULL;                                                  \
     at += ith_round_up(((dwords) + ITH_CPU_PACK_SLACK) * 4, 64)
-    PART(s, KV_BLOCK * f->cols);
-    PART(out, dim * f->cols);
+    PART(s, KV_BLOCK * f->ld);
+    PART(out, dim * f->ld);
     PART(max, f->cols);
     PART(sum, f->cols);
     PART(rows, f->pad * dim);
@@ -69,14 +77,14 @@ static int64_t flash_layout(const ith_cpu_attention *a, flash *f, char *base, bo
     PART(p, f->cols * rows_kd);
     PART(vp, ith_max_i64(dim_mr * rows_kd, kv_mr * f->kd_dim));
     if (backward) {
-        PART(dp, KV_BLOCK * f->cols);
+        PART(dp, KV_BLOCK * f->ld);
         PART(dop, f->cols * f->kd_dim);
         PART(ktp, dim_mr * rows_kd);
         PART(q_of, f->group * f->dim_ld * q_kd);
         PART(do_of, f->group * f->dim_ld * q_kd);
         PART(side, kv_mr * q_kd);
-        PART(pt, KV_BLOCK * f->cols);
-        PART(dst, KV_BLOCK * f->cols);
+        PART(pt, KV_BLOCK * f->ld);
+        PART(dst, KV_BLOCK * f->ld);
         PART(dk, keys * f->dim_ld);
         PART(dv, keys * f->dim_ld);
     }
@@ -101,21 +109,14 @@ INLINE ith_cpu_matrix head_matrix(ith_tensor t, int64_t t0, int64_t h, bool by_r
 }
 
 /* c[rows, cols] (+)= a b from packed panels. */
-INLINE void flash_product(int64_t rows, int64_t cols, int64_t kd, const uint32_t *a,
-                          const uint32_t *b, float *c, int64_t ldc, bool load, bool pairs)
+INLINE void flash_product(const flash *f, int64_t rows, int64_t cols, int64_t kd, const uint32_t *a,
+                          const uint32_t *b, float *c, int64_t ldc, bool load)
 {
-    for (int64_t r = 0; r < rows; r += MR)
-        for (int64_t n = 0; n < cols; n += NR) {
-            int64_t m = ith_min_i64(MR, rows - r);
-#ifdef LEVEL_BF16_DOT
-            if (pairs) {
-                micro_bf16(m, kd, a + r * kd, b + n * kd, c + r * ldc + n, ldc, load);
-                continue;
-            }
-#endif
-            (void)pairs;
-            micro_f32(m, kd, a + r * kd, b + n * kd, c + r * ldc + n, ldc, load);
-        }
+    const int64_t mr = f->tile->mr;
+    for (int64_t r = 0; r < rows; r += mr)
+        for (int64_t n = 0; n < cols; n += NR)
+            f->tile->micro(ith_min_i64(mr, rows - r), kd, a + r * kd, b + n * kd, c + r * ldc + n,
+                           ldc, load);
 }
 
 /* Columns of this tile from one of q or dO. Heads are padded with zeros. */
@@ -124,13 +125,8 @@ static void flash_pack_columns(const flash *f, uint32_t *dst, ith_tensor t)
     memset(dst, 0, (size_t)(f->cols * f->kd_dim) * 4);
     for (int64_t g = 0; g < f->group; g++) {
         ith_cpu_matrix m = head_matrix(t, f->q_begin + f->i0, f->kv_head * f->group + g, true);
-        pack(dst + g * f->pad * f->kd_dim, NR, &m, 0, f->num_q, 0, f->dim, f->pairs);
+        f->tile->pack_b(dst + g * f->pad * f->kd_dim, &m, 0, f->num_q, 0, f->dim);
     }
-}
-
-INLINE int64_t operand_kd(const flash *f, int64_t n)
-{
-    return f->pairs ? (n + 1) / 2 : n;
 }
 
 /* Two rows of operands (second one may be absent) into the packed form, one vector wide. */
@@ -138,13 +134,20 @@ INLINE void flash_put(const flash *f, uint32_t *dst, int64_t kd, int64_t row, in
 {
     uint32_t *panel = dst + c / NR * NR * kd + c % NR;
     if (f->pairs) {
-        VU both = v_round_bits(lo) | (v_round_bits(hi) << 16);
+        VU both = v_pairs(lo, hi);
         memcpy(panel + row / 2 * NR, &both, sizeof both);
     } else {
         memcpy(panel + row * NR, &lo, sizeof lo);
         if (row + 1 < kd)
             memcpy(panel + (row + 1) * NR, &hi, sizeof hi);
     }
+}
+
+/* Zeros in what the operand's n rows leave of its kd dwords, one vector wide. */
+INLINE void flash_put_padding(const flash *f, uint32_t *dst, int64_t kd, int64_t n, int64_t c)
+{
+    for (int64_t row = ith_round_up(n, 2); f->pairs && row < 2 * kd; row += 2)
+        flash_put(f, dst, kd, row, c, v_set(0.0f), v_set(0.0f));
 }
 
 /* Where a document lies, and its noisy rows. */
@@ -201,7 +204,7 @@ static void flash_softmax(const flash *f, int part, int64_t j0, int64_t n, int64
     const V none = v_set(-__builtin_inff());
     V top = first ? none : v_load_f32(f->max + c), old = top;
     for (int64_t j = 0; j < n; j++) {
-        float *at = f->s + j * f->cols + c;
+        float *at = f->s + j * f->ld + c;
         V x = v_load_f32(at) * v_set(scale);
         if (masked)
             x = v_select(flash_hidden(f, part, c, j0 + j), none, x);
@@ -214,12 +217,13 @@ static void flash_softmax(const flash *f, int part, int64_t j0, int64_t n, int64
     V sum = first ? v_set(0.0f) : v_load_f32(f->sum + c) * alpha;
     int64_t kd = operand_kd(f, n);
     for (int64_t j = 0; j < n; j += 2) {
-        V lo = v_exp(v_load_f32(f->s + j * f->cols + c) - base), hi = v_set(0.0f);
+        V lo = v_exp(v_load_f32(f->s + j * f->ld + c) - base), hi = v_set(0.0f);
         if (j + 1 < n)
-            hi = v_exp(v_load_f32(f->s + (j + 1) * f->cols + c) - base);
+            hi = v_exp(v_load_f32(f->s + (j + 1) * f->ld + c) - base);
         sum = sum + (lo + hi);
         flash_put(f, f->p, kd, j, c, lo, hi);
     }
+    flash_put_padding(f, f->p, kd, n, c);
     memcpy(f->max + c, &top, sizeof top);
     memcpy(f->sum + c, &sum, sizeof sum);
     VI same = old == top;
@@ -229,23 +233,27 @@ static void flash_softmax(const flash *f, int part, int64_t j0, int64_t n, int64
     if (first || !changed)
         return;
     for (int64_t d = 0; d < f->dim; d++) {
-        float *at = f->out + d * f->cols + c;
+        float *at = f->out + d * f->ld + c;
         V x = v_load_f32(at) * alpha;
         memcpy(at, &x, sizeof x);
     }
 }
 
-/* out[dim, cols] to rows of a tensor. */
+/* Head h of rows [t0, t0+rows) = c[rows, dim]. */
+static void store_head(ith_tensor t, int64_t t0, int64_t h, const float *c, int64_t ldc,
+                       int64_t rows)
+{
+    char *y = t.data;
+    store_rows(y + (t0 * t.stride[0] + h * t.stride[1]) * ith_dtype_bytes(t.dtype), t.dtype,
+               t.stride[0], c, ldc, rows, t.shape[2], false);
+}
+
+/* out[dim, ld] to rows of a tensor. */
 static void flash_store(const flash *f, ith_tensor t)
 {
     for (int64_t g = 0; g < f->group; g++) {
-        transpose(f->rows, f->dim, f->out + g * f->pad, f->cols, f->dim, f->num_q);
-        for (int64_t i = 0; i < f->num_q; i++) {
-            int64_t at =
-                (f->q_begin + f->i0 + i) * t.stride[0] + (f->kv_head * f->group + g) * t.stride[1];
-            store_row((char *)t.data + at * ith_dtype_bytes(t.dtype), t.dtype, f->rows + i * f->dim,
-                      f->dim, false);
-        }
+        transpose(f->rows, f->dim, f->out + g * f->pad, f->ld, f->dim, f->num_q);
+        store_head(t, f->q_begin + f->i0, f->kv_head * f->group + g, f->rows, f->dim, f->num_q);
     }
 }
 
@@ -256,19 +264,19 @@ static void flash_forward_block(const ith_cpu_attention *a, flash *f, int part, 
     int64_t kd = operand_kd(f, n);
     ith_cpu_matrix k = head_matrix(a->k, f->k_begin + j0, f->kv_head, true);
     ith_cpu_matrix v = head_matrix(a->v, f->k_begin + j0, f->kv_head, false);
-    pack(f->kp, MR, &k, 0, n, 0, f->dim, f->pairs);
-    pack(f->vp, MR, &v, 0, f->dim, 0, n, f->pairs);
-    flash_product(n, f->cols, f->kd_dim, f->kp, f->qp, f->s, f->cols, false, f->pairs);
+    f->tile->pack_a(f->kp, &k, 0, n, 0, f->dim);
+    f->tile->pack_a(f->vp, &v, 0, f->dim, 0, n);
+    flash_product(f, n, f->cols, f->kd_dim, f->kp, f->qp, f->s, f->ld, false);
     bool masked = j0 < f->all_lo[part] || j0 + n > f->all_hi[part];
     for (int64_t c = 0; c < f->cols; c += VW)
         flash_softmax(f, part, j0, n, c, a->scale, masked, first);
-    flash_product(f->dim, f->cols, kd, f->vp, f->p, f->out, f->cols, !first, f->pairs);
+    flash_product(f, f->dim, f->cols, kd, f->vp, f->p, f->out, f->ld, !first);
 }
 
 /* No key of the window for the whole tile. */
 static void flash_sees_nothing(flash *f)
 {
-    memset(f->out, 0, (size_t)(f->dim * f->cols) * 4);
+    memset(f->out, 0, (size_t)(f->dim * f->ld) * 4);
     for (int64_t c = 0; c < f->cols; c++) {
         f->max[c] = -__builtin_inff();
         f->sum[c] = 0.0f;
@@ -290,9 +298,9 @@ static void flash_forward_tile(const ith_cpu_attention *a, flash *f)
         flash_sees_nothing(f);
     for (int64_t d = 0; d < f->dim; d++)
         for (int64_t c = 0; c < f->cols; c += VW) {
-            V sum = v_load_f32(f->sum + c), x = v_load_f32(f->out + d * f->cols + c);
+            V sum = v_load_f32(f->sum + c), x = v_load_f32(f->out + d * f->ld + c);
             x = v_select(sum == v_set(0.0f), x, x / sum); /* of a query without keys: 0 */
-            memcpy(f->out + d * f->cols + c, &x, sizeof x);
+            memcpy(f->out + d * f->ld + c, &x, sizeof x);
         }
     flash_store(f, a->o);
     for (int64_t g = 0; g < f->group; g++)
@@ -309,6 +317,8 @@ static void attention_forward(void *arg, int64_t begin, int64_t end, int thread)
     const ith_cpu_attention *a = arg;
     flash f = {0};
     flash_layout(a, &f, a->scratch + thread * a->thread_bytes, false);
+    if (f.tile->begin)
+        f.tile->begin();
     for (int64_t index = begin; index < end; index++) {
         int64_t tile_idx = index / a->k.shape[1], doc = 0;
         f.kv_head = index % a->k.shape[1];
@@ -323,6 +333,8 @@ static void attention_forward(void *arg, int64_t begin, int64_t end, int thread)
         f.num_q = ith_min_i64(a->q_block, f.doc.q_hi - f.i0);
         flash_forward_tile(a, &f);
     }
+    if (f.tile->end)
+        f.tile->end();
 }
 
 /* ---- backward ---- */
@@ -358,16 +370,17 @@ static void flash_gradient(const flash *f, int part, int64_t j0, int64_t n, int6
     for (int64_t j = 0; j < n; j += 2) {
         V ds[2] = {v_set(0.0f), v_set(0.0f)};
         for (int64_t i = j; i < ith_min_i64(j + 2, n); i++) {
-            int64_t at = i * f->cols + c;
+            int64_t at = i * f->ld + c;
             V p = v_exp(v_load_f32(f->s + at) * v_set(scale) - lse);
             if (masked)
                 p = v_select(flash_hidden(f, part, c, j0 + i), v_set(0.0f), p);
             ds[i - j] = p * (v_load_f32(f->dp + at) - delta) * v_set(scale);
-            v_store(f->pt, at, p, f->pairs);
-            v_store(f->dst, at, ds[i - j], f->pairs);
+            v_store_operand(f->pt, at, p, f->pairs);
+            v_store_operand(f->dst, at, ds[i - j], f->pairs);
         }
         flash_put(f, f->p, kd, j, c, ds[0], ds[1]);
     }
+    flash_put_padding(f, f->p, kd, n, c);
 }
 
 /* sum[n, dim] += x[n, columns] * rows of q or dO, one head after the other. */
@@ -377,10 +390,10 @@ static void flash_add_rows(const flash *f, const void *x, const uint32_t *rows, 
     int64_t kd = operand_kd(f, f->num_q);
     for (int64_t g = 0; g < f->group; g++) {
         ith_cpu_matrix m = {(const char *)x + g * f->pad * (f->pairs ? 2 : 4),
-                            f->pairs ? ITH_BF16 : ITH_F32, f->cols, true};
-        pack(f->side, MR, &m, 0, n, 0, f->num_q, f->pairs);
-        flash_product(n, f->dim_ld, kd, f->side, rows + g * f->dim_ld * kd, sum, f->dim_ld, true,
-                      f->pairs);
+                            f->pairs ? ITH_BF16 : ITH_F32, f->ld, true};
+        f->tile->pack_a(f->side, &m, 0, n, 0, f->num_q);
+        flash_product(f, n, f->dim_ld, kd, f->side, rows + g * f->dim_ld * kd, sum, f->dim_ld,
+                      true);
     }
 }
 
@@ -390,16 +403,16 @@ static void flash_backward_block(const ith_cpu_attention *a, flash *f, int part,
     int64_t kd = operand_kd(f, n);
     ith_cpu_matrix k = head_matrix(a->k, f->k_begin + j0, f->kv_head, true);
     ith_cpu_matrix v = head_matrix(a->v, f->k_begin + j0, f->kv_head, true);
-    pack(f->kp, MR, &k, 0, n, 0, f->dim, f->pairs);
-    pack(f->vp, MR, &v, 0, n, 0, f->dim, f->pairs);
+    f->tile->pack_a(f->kp, &k, 0, n, 0, f->dim);
+    f->tile->pack_a(f->vp, &v, 0, n, 0, f->dim);
     k.k_contiguous = false;
-    pack(f->ktp, MR, &k, 0, f->dim, 0, n, f->pairs);
-    flash_product(n, f->cols, f->kd_dim, f->kp, f->qp, f->s, f->cols, false, f->pairs);
-    flash_product(n, f->cols, f->kd_dim, f->vp, f->dop, f->dp, f->cols, false, f->pairs);
+    f->tile->pack_a(f->ktp, &k, 0, f->dim, 0, n);
+    flash_product(f, n, f->cols, f->kd_dim, f->kp, f->qp, f->s, f->ld, false);
+    flash_product(f, n, f->cols, f->kd_dim, f->vp, f->dop, f->dp, f->ld, false);
     bool masked = j0 < f->all_lo[part] || j0 + n > f->all_hi[part];
     for (int64_t c = 0; c < f->cols; c += VW)
         flash_gradient(f, part, j0, n, c, a->scale, masked);
-    flash_product(f->dim, f->cols, kd, f->ktp, f->p, f->out, f->cols, !first, f->pairs);
+    flash_product(f, f->dim, f->cols, kd, f->ktp, f->p, f->out, f->ld, !first);
     int64_t at = (j0 - f->doc.k_lo) * f->dim_ld;
     flash_add_rows(f, f->pt, f->do_of, f->dv + at, n);
     flash_add_rows(f, f->dst, f->q_of, f->dk + at, n);
@@ -417,8 +430,8 @@ static void flash_backward_tile(const ith_cpu_attention *a, flash *f)
         int64_t h = f->kv_head * f->group + g;
         ith_cpu_matrix q = head_matrix(a->q, f->q_begin + f->i0, h, false);
         ith_cpu_matrix grad = head_matrix(a->do_, f->q_begin + f->i0, h, false);
-        pack(f->q_of + g * f->dim_ld * q_kd, NR, &q, 0, f->dim, 0, f->num_q, f->pairs);
-        pack(f->do_of + g * f->dim_ld * q_kd, NR, &grad, 0, f->dim, 0, f->num_q, f->pairs);
+        f->tile->pack_b(f->q_of + g * f->dim_ld * q_kd, &q, 0, f->dim, 0, f->num_q);
+        f->tile->pack_b(f->do_of + g * f->dim_ld * q_kd, &grad, 0, f->dim, 0, f->num_q);
     }
     for (int part = 0; part < 2; part++)
         for (int64_t j0 = f->any_lo[part]; j0 < f->any_hi[part]; j0 += KV_BLOCK) {
@@ -427,7 +440,7 @@ static void flash_backward_tile(const ith_cpu_attention *a, flash *f)
             first = false;
         }
     if (first)
-        memset(f->out, 0, (size_t)(f->dim * f->cols) * 4);
+        memset(f->out, 0, (size_t)(f->dim * f->ld) * 4);
     flash_store(f, a->dq);
 }
 
@@ -437,27 +450,26 @@ static void attention_backward(void *arg, int64_t begin, int64_t end, int thread
     const ith_cpu_attention *a = arg;
     flash f = {0};
     flash_layout(a, &f, a->scratch + thread * a->thread_bytes, true);
+    if (f.tile->begin)
+        f.tile->begin();
     for (int64_t index = begin; index < end; index++) {
         int64_t doc = index / a->k.shape[1];
         f.kv_head = index % a->k.shape[1];
         flash_document(a, &f, doc);
         if (f.doc.k_lo == f.doc.k_hi && f.doc.q_lo == f.doc.q_hi)
             continue;
-        memset(f.dk, 0, (size_t)((f.doc.k_hi - f.doc.k_lo) * f.dim_ld) * 4);
-        memset(f.dv, 0, (size_t)((f.doc.k_hi - f.doc.k_lo) * f.dim_ld) * 4);
+        int64_t keys = f.doc.k_hi - f.doc.k_lo;
+        memset(f.dk, 0, (size_t)(keys * f.dim_ld) * 4);
+        memset(f.dv, 0, (size_t)(keys * f.dim_ld) * 4);
         for (f.i0 = f.doc.q_lo; f.i0 < f.doc.q_hi; f.i0 += a->q_block) {
             f.num_q = ith_min_i64(a->q_block, f.doc.q_hi - f.i0);
             flash_backward_tile(a, &f);
         }
-        for (int64_t j = 0; j < f.doc.k_hi - f.doc.k_lo; j++) {
-            int64_t size = ith_dtype_bytes(a->dk.dtype), t = f.k_begin + f.doc.k_lo + j;
-            int64_t h = f.kv_head;
-            char *dk = (char *)a->dk.data + (t * a->dk.stride[0] + h * a->dk.stride[1]) * size;
-            char *dv = (char *)a->dv.data + (t * a->dv.stride[0] + h * a->dv.stride[1]) * size;
-            store_row(dk, a->dk.dtype, f.dk + j * f.dim_ld, f.dim, false);
-            store_row(dv, a->dv.dtype, f.dv + j * f.dim_ld, f.dim, false);
-        }
+        store_head(a->dk, f.k_begin + f.doc.k_lo, f.kv_head, f.dk, f.dim_ld, keys);
+        store_head(a->dv, f.k_begin + f.doc.k_lo, f.kv_head, f.dv, f.dim_ld, keys);
     }
+    if (f.tile->end)
+        f.tile->end();
 }
 
 /* ---- decoding: a few queries against the cache, bound by reading it ---- */

@@ -7,6 +7,29 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static bool processor_has_amx(void)
+{
+    const unsigned bf16 = 1u << 22, tile = 1u << 24;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & bf16) && (d & tile);
+}
+
+/* Linux saves tile registers only for a process that asked, all of its threads then. Kernels and
+ * sandboxes that do not know them refuse. */
+static bool system_grants_amx(void)
+{
+    const long request_permission = 0x1023, tile_data = 18;
+    const unsigned tiles = 3u << 17;
+    unsigned low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & tiles) == tiles && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+#endif
 
 static bool machine_has(const char *name)
 {
@@ -17,12 +40,15 @@ static bool machine_has(const char *name)
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
     if (strcmp(name, "avx2") == 0)
         return avx2;
     if (strcmp(name, "avx512") == 0)
         return avx512;
     if (strcmp(name, "avx512bf16") == 0)
-        return avx512 && __builtin_cpu_supports("avx512bf16");
+        return bf16;
+    if (strcmp(name, "amx") == 0)
+        return bf16 && processor_has_amx() && system_grants_amx();
 #endif
     return false;
 }
@@ -30,9 +56,7 @@ static bool machine_has(const char *name)
 /* Best first. */
 static const ith_cpu_level *const levels[] = {
 #if defined(__x86_64__)
-    &ith_cpu_level_avx512bf16,
-    &ith_cpu_level_avx512,
-    &ith_cpu_level_avx2,
+    &ith_cpu_level_amx,     &ith_cpu_level_avx512bf16, &ith_cpu_level_avx512, &ith_cpu_level_avx2,
 #endif
     &ith_cpu_level_generic,
 };
@@ -42,6 +66,17 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static ith_backend table;            /* filled once */
 static const ith_cpu_level *current; /* likewise, but for tests */
 static bool use_reference;
+static char level_text[64];
+
+static void describe(void)
+{
+    const char *refused = "";
+#if defined(__x86_64__)
+    if (processor_has_amx() && !system_grants_amx())
+        refused = " (the system does not grant AMX)";
+#endif
+    snprintf(level_text, sizeof level_text, "%s%s", use_reference ? "ref" : current->name, refused);
+}
 
 /* vdpbf16ps runs at twice the fused multiply-add rate on AMD (Zen 4: 226 against 116 GFLOP/s a
  * core) and at half of it on Intel (Sapphire Rapids: 86 against 174): there, bf16 is better widened
@@ -78,9 +113,10 @@ static void choose(void)
         if (!found)
             ith_log(ITH_LOG_WARN, "kernels",
                     "ITH_CPU=%s is not a level of this machine (ref, generic, avx2, avx512, "
-                    "avx512bf16); using %s",
+                    "avx512bf16, amx); using %s",
                     wanted, current->name);
     }
+    describe();
     table = *ith_backend_ref();
     table.name = "cpu";
     if (use_reference)
@@ -100,7 +136,7 @@ const ith_backend *ith_backend_cpu(void)
 const char *ith_backend_cpu_name(void)
 {
     pthread_once(&once, choose);
-    return use_reference ? "ref" : current->name;
+    return level_text;
 }
 
 const ith_cpu_level *ith_cpu_level_get(void)
@@ -122,4 +158,10 @@ bool ith_cpu_level_set(const char *name)
             return true;
         }
     return false;
+}
+
+void ith_cpu_level_use(const ith_cpu_level *level)
+{
+    pthread_once(&once, choose);
+    current = level;
 }

@@ -1,6 +1,6 @@
 /* cpu_internal.h - what the files of the CPU backend share.
  *
- * A level is one instruction set: generic, avx2, avx512, avx512bf16. Each is one source file
+ * A level is one instruction set: generic, avx2, avx512, avx512bf16, amx. Each is one source file
  * (level_*.c) that includes the same templates (level_impl.h) and is compiled with its own -m
  * flags; it exports one table of functions and nothing else, so that a binary holds all levels and
  * runs anywhere. Everything else here is compiled for the baseline and calls through the table.
@@ -117,25 +117,32 @@ typedef struct {
     int64_t thread_bytes;
 } ith_cpu_delta;
 
+/* How a level multiplies packed operands: panels of mr rows of A and of nr columns of B. A dword
+ * holds one f32 or two bf16 of consecutive k; k is padded with zeros to a multiple of k_step. */
+typedef struct {
+    int mr, nr, k_per_dword, k_step;
+    /* c[m, nr] (+)= panel of a times panel of b over kd dwords; m <= mr. load: add to c. */
+    void (*micro)(int64_t m, int64_t kd, const void *a, const void *b, float *c, int64_t ldc,
+                  bool load);
+    /* Panels of rows [r0, r0+rows) and summed indices [k0, k0+k) of src, rows past the end zero. */
+    void (*pack_a)(void *dst, const ith_cpu_matrix *src, int64_t r0, int64_t rows, int64_t k0,
+                   int64_t k);
+    void (*pack_b)(void *dst, const ith_cpu_matrix *src, int64_t r0, int64_t rows, int64_t k0,
+                   int64_t k);
+    /* Around calls of micro by a thread; NULL where there is nothing to set up. */
+    void (*begin)(void), (*end)(void);
+} ith_cpu_tile;
+
 typedef struct {
     const char *name;
-    int mr, nr;    /* tile of the micro-kernel: rows of a panel of A, columns of a panel of B */
-    bool bf16_dot; /* products of bf16 pairs in hardware; otherwise bf16 is widened when packed */
-    /* c[m, nr] (+)= panel of a times panel of b over kd dwords; m <= mr. load: add to c. */
-    void (*micro_f32)(int64_t m, int64_t kd, const void *a, const void *b, float *c, int64_t ldc,
-                      bool load);
-    void (*micro_bf16)(int64_t m, int64_t kd, const void *a, const void *b, float *c, int64_t ldc,
-                       bool load);
-    /* Panels of `width` rows, each [kd][width] dwords, rows past the end zero. pairs: two bf16 of
-     * consecutive k per dword, a missing last one zero; else f32. Rows [r0, r0+rows) and summed
-     * indices [k0, k0+k) of src. */
-    void (*pack)(void *dst, int64_t width, const ith_cpu_matrix *src, int64_t r0, int64_t rows,
-                 int64_t k0, int64_t k, bool pairs);
+    const ith_cpu_tile *f32;  /* widens bf16 when it packs */
+    const ith_cpu_tile *bf16; /* multiplies pairs in hardware; NULL where there is no such */
     /* dst[k*width + r] = src[r*ld + k] for dwords. */
     void (*transpose)(float *dst, int64_t width, const float *src, int64_t ld, int64_t rows,
                       int64_t k);
-    /* y = c (+ y when accumulate), rounded; one row of n. */
-    void (*store_row)(void *y, ith_dtype dtype, const float *c, int64_t n, bool accumulate);
+    /* y = c (+ y when accumulate), rounded; n of each row. */
+    void (*store_rows)(void *y, ith_dtype dtype, int64_t y_ld, const float *c, int64_t ldc,
+                       int64_t rows, int64_t n, bool accumulate);
     /* y[m, n0..n1) for few rows, straight from memory. */
     void (*gemv)(const ith_cpu_gemm *g, int64_t n0, int64_t n1);
     ith_task attention_forward, attention_backward, attention_decode;
@@ -157,25 +164,23 @@ extern const ith_cpu_level ith_cpu_level_generic;
 extern const ith_cpu_level ith_cpu_level_avx2;
 extern const ith_cpu_level ith_cpu_level_avx512;
 extern const ith_cpu_level ith_cpu_level_avx512bf16;
+extern const ith_cpu_level ith_cpu_level_amx;
 
 /* The level in use, chosen once. */
 const ith_cpu_level *ith_cpu_level_get(void);
 /* For tests and benches: another level (NULL: the best this machine has). False when the machine
  * lacks it. Not while operators run. */
 bool ith_cpu_level_set(const char *name);
+void ith_cpu_level_use(const ith_cpu_level *level); /* one of a test */
 
-static inline bool ith_cpu_pairs(const ith_cpu_level *level, const ith_cpu_gemm *g)
+static inline int64_t ith_cpu_tile_dwords(const ith_cpu_tile *tile, int64_t k)
 {
-    return level->bf16_dot && g->a.dtype == ITH_BF16 && g->b.dtype == ITH_BF16;
+    return ith_round_up(k, tile->k_step) / tile->k_per_dword;
 }
 
 /* Own matrix products, see gemm.c. */
 int64_t ith_cpu_gemm_bytes(ith_ctx *ctx, const ith_cpu_gemm *g);
 void ith_cpu_gemm_run(ith_ctx *ctx, const ith_cpu_gemm *g);
-/* A block of the product by one thread; scratch of ith_cpu_block_bytes. */
-int64_t ith_cpu_block_bytes(int64_t m, int64_t n, int64_t k);
-void ith_cpu_gemm_block(const ith_cpu_level *level, const ith_cpu_gemm *g, int64_t m0, int64_t m1,
-                        int64_t n0, int64_t n1, char *scratch);
 
 /* Fills table entries. */
 void ith_cpu_fill_gemm(ith_backend *b);

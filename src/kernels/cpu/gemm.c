@@ -3,14 +3,14 @@
  * A task owns a block of y, [bm, bn]. For each stretch of KC dwords of the summed index it packs
  * its rows of A once (1 MB), then, 256 columns at a time, its columns of B (512 KB, stays in L2)
  * and runs the tile over all pairs of panels. Packing twice what a neighbour packs too costs 2-4 %
- * and saves a barrier.
+ * (AMX: all packing 20 %) and saves a barrier.
  *
  * Invariants. 1. An element of y is summed over stretches of KC in order, whatever the block: the
  * cut into blocks may follow the number of threads without changing a bit. 2. bf16 outputs are
  * rounded once: several stretches meet in an f32 block in scratch. */
 #include "kernels/cpu/cpu_internal.h"
 
-#define BLOCK_M 504
+#define BLOCK_M 512 /* less what is no whole tile */
 #define BLOCK_N 1024
 #define STRIP_N 256
 #define GEMV_ROWS 4
@@ -19,16 +19,22 @@ typedef struct {
     int64_t bm, bn, num_m, num_n;
 } cut;
 
-static int64_t stretch(bool pairs)
+static const ith_cpu_tile *tile_of(const ith_cpu_level *level, const ith_cpu_gemm *g)
 {
-    return pairs ? 2 * ITH_CPU_KC : ITH_CPU_KC;
+    bool bf16 = level->bf16 && g->a.dtype == ITH_BF16 && g->b.dtype == ITH_BF16;
+    return bf16 ? level->bf16 : level->f32;
+}
+
+static int64_t block_m(const ith_cpu_tile *tile)
+{
+    return BLOCK_M / tile->mr * tile->mr;
 }
 
 /* Blocks of nearly equal size, enough of them to keep all threads busy. */
-static cut choose_cut(const ith_cpu_level *level, const ith_cpu_gemm *g, int threads)
+static cut choose_cut(const ith_cpu_tile *tile, const ith_cpu_gemm *g, int threads)
 {
     int64_t wanted = threads > 1 ? 4 * (int64_t)threads : 1;
-    cut c = {BLOCK_M, BLOCK_N, ith_div_ceil(g->m, BLOCK_M), ith_div_ceil(g->n, BLOCK_N)};
+    cut c = {0, 0, ith_div_ceil(g->m, block_m(tile)), ith_div_ceil(g->n, BLOCK_N)};
     while (c.num_m * c.num_n < wanted) {
         int64_t bm = ith_div_ceil(g->m, c.num_m), bn = ith_div_ceil(g->n, c.num_n);
         if (bn >= bm && bn > 128)
@@ -38,8 +44,8 @@ static cut choose_cut(const ith_cpu_level *level, const ith_cpu_gemm *g, int thr
         else
             break;
     }
-    c.bm = ith_round_up(ith_div_ceil(g->m, c.num_m), level->mr);
-    c.bn = ith_round_up(ith_div_ceil(g->n, c.num_n), level->nr);
+    c.bm = ith_round_up(ith_div_ceil(g->m, c.num_m), tile->mr);
+    c.bn = ith_round_up(ith_div_ceil(g->n, c.num_n), tile->nr);
     c.num_m = ith_div_ceil(g->m, c.bm);
     c.num_n = ith_div_ceil(g->n, c.bn);
     return c;
@@ -47,7 +53,7 @@ static cut choose_cut(const ith_cpu_level *level, const ith_cpu_gemm *g, int thr
 
 static int64_t packed_a_bytes(int64_t m)
 {
-    return ith_round_up(((m + 16) * ITH_CPU_KC + ITH_CPU_PACK_SLACK) * 4, 256);
+    return ith_round_up(((m + 32) * ITH_CPU_KC + ITH_CPU_PACK_SLACK) * 4, 256);
 }
 
 static int64_t packed_b_bytes(int64_t n)
@@ -56,9 +62,10 @@ static int64_t packed_b_bytes(int64_t n)
                         256);
 }
 
-#define TILE_BYTES (16 * 64 * 4)
+#define TILE_BYTES (32 * 32 * 4)
 
-int64_t ith_cpu_block_bytes(int64_t m, int64_t n, int64_t k)
+/* Scratch of block_run. */
+static int64_t block_bytes(int64_t m, int64_t n, int64_t k)
 {
     int64_t sums = k > ITH_CPU_KC ? m * ith_round_up(n, 64) * 4 : 0;
     return packed_a_bytes(m) + packed_b_bytes(n) + TILE_BYTES + ith_round_up(sums, 256);
@@ -69,42 +76,39 @@ typedef struct {
     float *sums; /* f32 block of several stretches, or NULL */
     int64_t sums_ld;
     float *tile;
-    bool first, last; /* stretch */
+    bool first; /* stretch */
 } target;
 
 static void store_rows(const ith_cpu_level *level, const ith_cpu_gemm *g, const float *c,
                        int64_t ldc, int64_t m, int64_t rows, int64_t n, int64_t cols,
                        bool accumulate)
 {
-    int64_t size = ith_dtype_bytes(g->y_dtype);
-    for (int64_t i = 0; i < rows; i++)
-        level->store_row((char *)g->y + ((m + i) * g->y_ld + n) * size, g->y_dtype, c + i * ldc,
-                         cols, accumulate);
+    level->store_rows((char *)g->y + (m * g->y_ld + n) * ith_dtype_bytes(g->y_dtype), g->y_dtype,
+                      g->y_ld, c, ldc, rows, cols, accumulate);
 }
 
-static void run_tile(const ith_cpu_level *level, const ith_cpu_gemm *g, const target *to,
-                     const uint32_t *a, const uint32_t *b, int64_t kd, bool pairs, int64_t m,
+static void run_tile(const ith_cpu_level *level, const ith_cpu_tile *tile, const ith_cpu_gemm *g,
+                     const target *to, const uint32_t *a, const uint32_t *b, int64_t kd, int64_t m,
                      int64_t rows, int64_t n, int64_t cols, int64_t m0, int64_t n0)
 {
-    void (*micro)(int64_t, int64_t, const void *, const void *, float *, int64_t, bool) =
-        pairs ? level->micro_bf16 : level->micro_f32;
     bool add = g->accumulate || !to->first;
     if (to->sums) {
-        micro(rows, kd, a, b, to->sums + (m - m0) * to->sums_ld + (n - n0), to->sums_ld,
-              !to->first);
-    } else if (g->y_dtype == ITH_F32 && cols == level->nr) {
-        micro(rows, kd, a, b, (float *)g->y + m * g->y_ld + n, g->y_ld, add);
+        tile->micro(rows, kd, a, b, to->sums + (m - m0) * to->sums_ld + (n - n0), to->sums_ld,
+                    !to->first);
+    } else if (g->y_dtype == ITH_F32 && cols == tile->nr) {
+        tile->micro(rows, kd, a, b, (float *)g->y + m * g->y_ld + n, g->y_ld, add);
     } else {
-        micro(rows, kd, a, b, to->tile, level->nr, false);
-        store_rows(level, g, to->tile, level->nr, m, rows, n, cols, add);
+        tile->micro(rows, kd, a, b, to->tile, tile->nr, false);
+        store_rows(level, g, to->tile, tile->nr, m, rows, n, cols, add);
     }
 }
 
-void ith_cpu_gemm_block(const ith_cpu_level *level, const ith_cpu_gemm *g, int64_t m0, int64_t m1,
-                        int64_t n0, int64_t n1, char *scratch)
+/* The block [m0, m1) x [n0, n1) of y, by one thread. */
+static void block_run(const ith_cpu_level *level, const ith_cpu_gemm *g, int64_t m0, int64_t m1,
+                      int64_t n0, int64_t n1, char *scratch)
 {
-    bool pairs = ith_cpu_pairs(level, g);
-    int64_t kc = stretch(pairs), mr = level->mr, nr = level->nr;
+    const ith_cpu_tile *tile = tile_of(level, g);
+    int64_t kc = ITH_CPU_KC * tile->k_per_dword, mr = tile->mr, nr = tile->nr;
     uint32_t *a = (uint32_t *)(void *)scratch;
     uint32_t *b = (uint32_t *)(void *)(scratch + packed_a_bytes(m1 - m0));
     target to = {.tile = (float *)(void *)((char *)b + packed_b_bytes(n1 - n0))};
@@ -112,20 +116,23 @@ void ith_cpu_gemm_block(const ith_cpu_level *level, const ith_cpu_gemm *g, int64
         to.sums = (float *)(void *)((char *)to.tile + TILE_BYTES);
         to.sums_ld = ith_round_up(n1 - n0, 64);
     }
+    if (tile->begin)
+        tile->begin();
     for (int64_t k = 0; k < g->k || k == 0; k += kc) {
-        int64_t len = ith_min_i64(kc, g->k - k), kd = pairs ? (len + 1) / 2 : len;
+        int64_t len = ith_min_i64(kc, g->k - k), kd = ith_cpu_tile_dwords(tile, len);
         to.first = k == 0;
-        to.last = k + kc >= g->k;
-        level->pack(a, mr, &g->a, m0, m1 - m0, k, len, pairs);
+        tile->pack_a(a, &g->a, m0, m1 - m0, k, len);
         for (int64_t ns = n0; ns < n1; ns += STRIP_N) {
             int64_t ne = ith_min_i64(ns + STRIP_N, n1);
-            level->pack(b, nr, &g->b, ns, ne - ns, k, len, pairs);
+            tile->pack_b(b, &g->b, ns, ne - ns, k, len);
             for (int64_t m = m0; m < m1; m += mr)
                 for (int64_t n = ns; n < ne; n += nr)
-                    run_tile(level, g, &to, a + (m - m0) * kd, b + (n - ns) * kd, kd, pairs, m,
+                    run_tile(level, tile, g, &to, a + (m - m0) * kd, b + (n - ns) * kd, kd, m,
                              ith_min_i64(mr, m1 - m), n, ith_min_i64(nr, ne - n), m0, n0);
         }
     }
+    if (tile->end)
+        tile->end();
     if (to.sums)
         store_rows(level, g, to.sums, to.sums_ld, m0, m1 - m0, n0, n1 - n0, g->accumulate);
 }
@@ -141,10 +148,10 @@ int64_t ith_cpu_gemm_bytes(ith_ctx *ctx, const ith_cpu_gemm *g)
 {
     if (is_gemv(g) || g->m == 0 || g->n == 0)
         return 0;
-    const ith_cpu_level *level = ith_cpu_level_get();
-    int64_t bm = ith_round_up(ith_min_i64(g->m, BLOCK_M), level->mr),
-            bn = ith_round_up(ith_min_i64(g->n, BLOCK_N), level->nr);
-    return ith_cpu_block_bytes(bm, bn, g->k) * ith_pool_threads(ctx->pool);
+    const ith_cpu_tile *tile = tile_of(ith_cpu_level_get(), g);
+    int64_t bm = ith_round_up(ith_min_i64(g->m, block_m(tile)), tile->mr),
+            bn = ith_round_up(ith_min_i64(g->n, BLOCK_N), tile->nr);
+    return block_bytes(bm, bn, g->k) * ith_pool_threads(ctx->pool);
 }
 
 typedef struct {
@@ -161,9 +168,9 @@ static void gemm_task(void *arg, int64_t begin, int64_t end, int thread)
     const gemm_job *job = arg;
     for (int64_t i = begin; i < end; i++) {
         int64_t m = i % job->cut.num_m * job->cut.bm, n = i / job->cut.num_m * job->cut.bn;
-        ith_cpu_gemm_block(job->level, job->g, m, ith_min_i64(m + job->cut.bm, job->g->m), n,
-                           ith_min_i64(n + job->cut.bn, job->g->n),
-                           job->scratch + thread * job->thread_bytes);
+        block_run(job->level, job->g, m, ith_min_i64(m + job->cut.bm, job->g->m), n,
+                  ith_min_i64(n + job->cut.bn, job->g->n),
+                  job->scratch + thread * job->thread_bytes);
     }
 }
 
@@ -184,8 +191,8 @@ void ith_cpu_gemm_run(ith_ctx *ctx, const ith_cpu_gemm *g)
         ith_pool_for(ctx->pool, g->n, 64, gemv_task, &job);
         return;
     }
-    job.cut = choose_cut(level, g, ith_pool_threads(ctx->pool));
-    job.thread_bytes = ith_cpu_block_bytes(job.cut.bm, job.cut.bn, g->k);
+    job.cut = choose_cut(tile_of(level, g), g, ith_pool_threads(ctx->pool));
+    job.thread_bytes = block_bytes(job.cut.bm, job.cut.bn, g->k);
     ITH_ASSERT(ctx->scratch_bytes >= job.thread_bytes * ith_pool_threads(ctx->pool));
     ith_pool_for(ctx->pool, job.cut.num_m * job.cut.num_n, 1, gemm_task, &job);
 }
@@ -309,8 +316,9 @@ static void grouped_expert(const grouped_job *job, int64_t e, int64_t strip, cha
         job->level->gemv(&g, n0, n1);
         return;
     }
-    for (int64_t m = 0; m < g.m; m += BLOCK_M)
-        ith_cpu_gemm_block(job->level, &g, m, ith_min_i64(m + BLOCK_M, g.m), n0, n1, scratch);
+    int64_t bm = block_m(tile_of(job->level, &g));
+    for (int64_t m = 0; m < g.m; m += bm)
+        block_run(job->level, &g, m, ith_min_i64(m + bm, g.m), n0, n1, scratch);
 }
 
 static void grouped_task(void *arg, int64_t begin, int64_t end, int thread)
@@ -323,7 +331,8 @@ static void grouped_task(void *arg, int64_t begin, int64_t end, int thread)
 
 static int64_t grouped_thread_bytes(const ith_cpu_gemm *g)
 {
-    return ith_cpu_block_bytes(ith_min_i64(g->m, BLOCK_M), ith_min_i64(g->n, STRIP_N), g->k);
+    return block_bytes(ith_min_i64(g->m, block_m(tile_of(ith_cpu_level_get(), g))),
+                       ith_min_i64(g->n, STRIP_N), g->k);
 }
 
 static void grouped_run(ith_ctx *ctx, const ith_cpu_gemm *g, ith_tensor w, ith_tensor offsets,

@@ -2,8 +2,14 @@
  *
  * A panel of A is [kd][MR] dwords, a panel of B is [kd][NR]: the tile loop reads both front to
  * back, broadcasting MR values of A against NV vectors of B. A dword is one f32, or two bf16 of
- * consecutive k where the level multiplies pairs (vdpbf16ps). */
+ * consecutive k where the level multiplies pairs: by vdpbf16ps, or by AMX (amx_impl.h), whose
+ * panels of A differ. */
 #define NR (NV * VW)
+#ifdef LEVEL_AMX
+#define PAIRS_STEP 32 /* k of a packed pair operand is padded to a multiple of this */
+#else
+#define PAIRS_STEP 2
+#endif
 
 INLINE V tile_step(V acc, uint32_t a, V b, bool pairs)
 {
@@ -84,14 +90,6 @@ static void micro_f32(int64_t m, int64_t kd, const void *a, const void *b, float
 {
     tile_any(m, kd, a, b, c, ldc, load, false);
 }
-
-#ifdef LEVEL_BF16_DOT
-static void micro_bf16(int64_t m, int64_t kd, const void *a, const void *b, float *c, int64_t ldc,
-                       bool load)
-{
-    tile_any(m, kd, a, b, c, ldc, load, true);
-}
-#endif
 
 /* ---- transposing packers ---- */
 
@@ -228,10 +226,11 @@ INLINE void pack_columns_as(uint32_t *dst, int64_t width, const ith_cpu_matrix *
         }
 }
 
-static void pack(void *dst, int64_t width, const ith_cpu_matrix *src, int64_t r0, int64_t rows,
+/* Panels of `width` rows, each [kd][width] dwords. */
+INLINE void pack(void *dst, int64_t width, const ith_cpu_matrix *src, int64_t r0, int64_t rows,
                  int64_t k0, int64_t k, bool pairs)
 {
-    int64_t kd = pairs ? (k + 1) / 2 : k;
+    int64_t filled = pairs ? (k + 1) / 2 : k, kd = pairs ? ith_round_up(k, PAIRS_STEP) / 2 : k;
     for (int64_t r = 0; r < rows; r += width) {
         uint32_t *panel = (uint32_t *)dst + r * kd;
         int64_t count = ith_min_i64(width, rows - r);
@@ -243,12 +242,73 @@ static void pack(void *dst, int64_t width, const ith_cpu_matrix *src, int64_t r0
             pack_columns_as(panel, width, src, r0 + r, count, k0, k, true, true);
         else
             pack_columns_as(panel, width, src, r0 + r, count, k0, k, false, true);
+        if (filled < kd)
+            memset(panel + filled * width, 0, (size_t)((kd - filled) * width) * 4);
     }
 }
 
-static void store_row(void *y, ith_dtype dtype, const float *c, int64_t n, bool accumulate)
+static void pack_a_f32(void *dst, const ith_cpu_matrix *src, int64_t r0, int64_t rows, int64_t k0,
+                       int64_t k)
 {
-    bool bf16 = dtype == ITH_BF16;
+    pack(dst, MR, src, r0, rows, k0, k, false);
+}
+
+static void pack_b_f32(void *dst, const ith_cpu_matrix *src, int64_t r0, int64_t rows, int64_t k0,
+                       int64_t k)
+{
+    pack(dst, NR, src, r0, rows, k0, k, false);
+}
+
+static const ith_cpu_tile tile_f32 = {
+    .mr = MR,
+    .nr = NR,
+    .k_per_dword = 1,
+    .k_step = 1,
+    .micro = micro_f32,
+    .pack_a = pack_a_f32,
+    .pack_b = pack_b_f32,
+};
+
+#if defined(LEVEL_BF16_DOT) || defined(LEVEL_AMX)
+static void pack_b_bf16(void *dst, const ith_cpu_matrix *src, int64_t r0, int64_t rows, int64_t k0,
+                        int64_t k)
+{
+    pack(dst, NR, src, r0, rows, k0, k, true);
+}
+#endif
+
+#if defined(LEVEL_AMX)
+#include "kernels/cpu/amx_impl.h"
+#define TILE_BF16 &tile_amx
+#elif defined(LEVEL_BF16_DOT)
+static void pack_a_bf16(void *dst, const ith_cpu_matrix *src, int64_t r0, int64_t rows, int64_t k0,
+                        int64_t k)
+{
+    pack(dst, MR, src, r0, rows, k0, k, true);
+}
+
+static void micro_bf16(int64_t m, int64_t kd, const void *a, const void *b, float *c, int64_t ldc,
+                       bool load)
+{
+    tile_any(m, kd, a, b, c, ldc, load, true);
+}
+
+static const ith_cpu_tile tile_bf16 = {
+    .mr = MR,
+    .nr = NR,
+    .k_per_dword = 2,
+    .k_step = 2,
+    .micro = micro_bf16,
+    .pack_a = pack_a_bf16,
+    .pack_b = pack_b_bf16,
+};
+#define TILE_BF16 &tile_bf16
+#else
+#define TILE_BF16 NULL
+#endif
+
+INLINE void store_row(void *y, const float *c, int64_t n, bool accumulate, bool bf16)
+{
     for (int64_t i = 0; i < n; i += VW) {
         int64_t count = n - i;
         V x = v_get(c, i, count, false);
@@ -256,6 +316,18 @@ static void store_row(void *y, ith_dtype dtype, const float *c, int64_t n, bool 
             x = x + v_get(y, i, count, bf16);
         v_put(y, i, count, x, bf16);
     }
+}
+
+static void store_rows(void *y, ith_dtype dtype, int64_t y_ld, const float *c, int64_t ldc,
+                       int64_t rows, int64_t n, bool accumulate)
+{
+    for (int64_t i = 0; i < rows; i++)
+        if (dtype == ITH_F32)
+            store_row((float *)y + i * y_ld, c + i * ldc, n, accumulate, false);
+        else if (accumulate)
+            store_row((uint16_t *)y + i * y_ld, c + i * ldc, n, true, true);
+        else
+            store_row((uint16_t *)y + i * y_ld, c + i * ldc, n, false, true);
 }
 
 /* ---- few rows: dot products straight from memory, four words of the weight at a time ---- */
@@ -279,7 +351,7 @@ INLINE void gemv_as(const ith_cpu_gemm *g, int64_t n0, int64_t n1, bool bf16)
             }
             float sums[4] = {v_sum(acc[0]), v_sum(acc[1]), v_sum(acc[2]), v_sum(acc[3])};
             char *y = (char *)g->y + (m * g->y_ld + n) * ith_dtype_bytes(g->y_dtype);
-            store_row(y, g->y_dtype, sums, count, g->accumulate);
+            store_rows(y, g->y_dtype, 0, sums, 0, 1, count, g->accumulate);
         }
 }
 

@@ -1,6 +1,6 @@
 /* level_impl.h - everything of one level. A level file defines LEVEL_TABLE, LEVEL_NAME, VW (floats
- * of a vector), MR and NV (register tile: MR rows, NV vectors), maybe LEVEL_BF16_DOT, and includes
- * this. */
+ * of a vector), MR and NV (register tile: MR rows, NV vectors), maybe LEVEL_BF16_DOT or
+ * LEVEL_AMX, and includes this. */
 #include "kernels/cpu/cpu_internal.h"
 
 #include <math.h>
@@ -22,16 +22,10 @@ static float exp_at(float x)
 
 const ith_cpu_level LEVEL_TABLE = {
     .name = LEVEL_NAME,
-    .mr = MR,
-    .nr = NR,
-#ifdef LEVEL_BF16_DOT
-    .bf16_dot = true,
-    .micro_bf16 = micro_bf16,
-#endif
-    .micro_f32 = micro_f32,
-    .pack = pack,
+    .f32 = &tile_f32,
+    .bf16 = TILE_BF16,
     .transpose = transpose,
-    .store_row = store_row,
+    .store_rows = store_rows,
     .gemv = gemv,
     .attention_forward = attention_forward,
     .attention_backward = attention_backward,

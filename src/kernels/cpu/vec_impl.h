@@ -136,6 +136,36 @@ INLINE void v_store_part(void *p, int64_t i, int64_t n, V x, bool bf16)
 }
 #endif
 
+/* Operands of hardware products of bf16 pairs, which take subnormals for zero; so may rounding. */
+#ifdef __AVX512BF16__
+INLINE VU v_pairs(V lo, V hi)
+{
+    static const uint16_t order[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512bh both = _mm512_cvtne2ps_pbh((__m512)hi, (__m512)lo);
+    return (VU)_mm512_permutexvar_epi16(_mm512_loadu_si512(order), (__m512i)both);
+}
+
+INLINE void v_store_operand(void *p, int64_t i, V x, bool bf16)
+{
+    if (bf16)
+        _mm256_storeu_si256((void *)((uint16_t *)p + i), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+    else
+        v_store(p, i, x, false);
+}
+#else
+INLINE VU v_pairs(V lo, V hi)
+{
+    return v_round_bits(lo) | (v_round_bits(hi) << 16);
+}
+
+INLINE void v_store_operand(void *p, int64_t i, V x, bool bf16)
+{
+    v_store(p, i, x, bf16);
+}
+#endif
+
 /* Any count 1..VW: full vectors take the short way. */
 INLINE V v_get(const void *p, int64_t i, int64_t n, bool bf16)
 {

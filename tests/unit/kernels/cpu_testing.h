@@ -9,8 +9,26 @@
 
 #include <math.h>
 
-static const char *const cpu_levels[] = {"generic", "avx2", "avx512", "avx512bf16"};
+static const char *const cpu_levels[] = {"generic",    "avx2", "avx512",
+                                         "avx512bf16", "amx",  "amx emulated"};
 #define NUM_CPU_LEVELS ((int)(sizeof cpu_levels / sizeof *cpu_levels))
+
+/* Level amx with its instructions in C, for machines with AVX-512 (amx_emulated.c). */
+extern const ith_cpu_level ith_cpu_level_amx_emulated;
+
+/* False when the machine lacks the level. */
+static inline bool cpu_level_set(const char *name)
+{
+#if defined(__x86_64__)
+    if (strcmp(name, "amx emulated") == 0) {
+        if (!ith_cpu_level_set("avx512"))
+            return false;
+        ith_cpu_level_use(&ith_cpu_level_amx_emulated);
+        return true;
+    }
+#endif
+    return ith_cpu_level_set(name);
+}
 
 /* Rows padded by pad elements, so that strides are real; the padding holds NaN. */
 static inline ith_tensor cpu_tensor(ith_dtype dtype, int ndim, int64_t a, int64_t b, int64_t c,

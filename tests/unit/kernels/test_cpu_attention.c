@@ -93,7 +93,7 @@ static void test_attention_all_levels_match_double(void **state)
     (void)state;
     static const ith_dtype acts[] = {ITH_F32, ITH_BF16};
     for (int l = 0; l < NUM_CPU_LEVELS; l++)
-        for (int i = 0; i < 2 && ith_cpu_level_set(cpu_levels[l]); i++)
+        for (int i = 0; i < 2 && cpu_level_set(cpu_levels[l]); i++)
             for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
                 const attention_case *c = &cases[n];
                 float scale = 1.0f / sqrtf((float)c->dim);
@@ -122,7 +122,7 @@ static void test_attention_threads_and_packing_same_bits(void **state)
     ith_error err = {0};
     const attention_case c = {4, 2, 48, 3, {0, 150, 151, 420}, true};
     for (int l = 0; l < NUM_CPU_LEVELS; l++) {
-        if (!ith_cpu_level_set(cpu_levels[l]))
+        if (!cpu_level_set(cpu_levels[l]))
             continue;
         ith_pool *pool = NULL;
         assert_ok(ith_pool_create(&pool, 2, &err), err);
@@ -170,7 +170,7 @@ static void test_attention_decode_matches_double(void **state)
     int32_t lengths_data[] = {2, 77, 200};
     ith_tensor lengths = ith_tensor_1d(lengths_data, ITH_I32, batch);
     for (int l = 0; l < NUM_CPU_LEVELS; l++)
-        for (int i = 0; i < 2 && ith_cpu_level_set(cpu_levels[l]); i++) {
+        for (int i = 0; i < 2 && cpu_level_set(cpu_levels[l]); i++) {
             ith_tensor q = cpu_random(acts[i], 3, batch * queries, hq, dim, 0, 1);
             ith_tensor k = cpu_random(acts[i], 2, batch * rows, hkv * dim, 1, 0, 2);
             ith_tensor v = cpu_random(acts[i], 2, batch * rows, hkv * dim, 1, 0, 3);
@@ -179,12 +179,14 @@ static void test_attention_decode_matches_double(void **state)
             ith_tensor vd = cpu_copy(v, ITH_F64), od = cpu_copy(o, ITH_F64);
             ith_ctx fast = ith_ctx_host(ith_backend_cpu(), NULL, &err);
             ith_ctx slow = ith_ctx_host(ith_backend_ref(), NULL, &err);
-            assert_ok(ith_attention_decode(
-                          &fast, o, ith_tensor_none(), q, ith_tensor_4d(k.data, acts[i], 4, batch, rows, hkv, dim),
-                          ith_tensor_4d(v.data, acts[i], 4, batch, rows, hkv, dim), lengths, 0.3f),
+            assert_ok(ith_attention_decode(&fast, o, ith_tensor_none(), q,
+                                           ith_tensor_4d(k.data, acts[i], 4, batch, rows, hkv, dim),
+                                           ith_tensor_4d(v.data, acts[i], 4, batch, rows, hkv, dim),
+                                           lengths, 0.3f),
                       err);
             assert_ok(ith_attention_decode(
-                          &slow, od, ith_tensor_none(), qd, ith_tensor_4d(kd.data, ITH_F64, 4, batch, rows, hkv, dim),
+                          &slow, od, ith_tensor_none(), qd,
+                          ith_tensor_4d(kd.data, ITH_F64, 4, batch, rows, hkv, dim),
                           ith_tensor_4d(vd.data, ITH_F64, 4, batch, rows, hkv, dim), lengths, 0.3f),
                       err);
             assert_near(o, od, cpu_bound(acts[i]), "decode");

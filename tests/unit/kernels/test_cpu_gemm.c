@@ -68,7 +68,7 @@ static void test_gemm_all_levels_match_double(void **state)
 {
     (void)state;
     for (int l = 0; l < NUM_CPU_LEVELS; l++) {
-        if (!ith_cpu_level_set(cpu_levels[l])) {
+        if (!cpu_level_set(cpu_levels[l])) {
             print_message("this machine has no %s\n", cpu_levels[l]);
             continue;
         }
@@ -86,7 +86,7 @@ static void test_gemm_threads_same_bits(void **state)
     (void)state;
     ith_error err = {0};
     for (int l = 0; l < NUM_CPU_LEVELS; l++) {
-        if (!ith_cpu_level_set(cpu_levels[l]))
+        if (!cpu_level_set(cpu_levels[l]))
             continue;
         ith_tensor x = cpu_random(ITH_BF16, 2, 150, 1300, 1, 0, 1);
         ith_tensor w = cpu_random(ITH_BF16, 2, 260, 1300, 1, 0, 2);
@@ -129,7 +129,7 @@ static void test_gemm_grouped_matches_double(void **state)
     const int64_t rows = 75, n = 50, k = 37, experts = 6;
     static const ith_dtype acts[] = {ITH_F32, ITH_BF16};
     for (int l = 0; l < NUM_CPU_LEVELS; l++)
-        for (int i = 0; i < 2 && ith_cpu_level_set(cpu_levels[l]); i++) {
+        for (int i = 0; i < 2 && cpu_level_set(cpu_levels[l]); i++) {
             ith_tensor x = cpu_random(acts[i], 2, rows, k, 1, 1, 1);
             ith_tensor w = cpu_random(acts[i], 3, experts, n, k, 0, 2);
             ith_tensor dy = cpu_random(acts[i], 2, rows, n, 1, 0, 3);

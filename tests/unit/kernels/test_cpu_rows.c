@@ -7,7 +7,7 @@ static void test_exp_all_levels_accurate(void **state)
 {
     (void)state;
     for (int l = 0; l < NUM_CPU_LEVELS; l++) {
-        if (!ith_cpu_level_set(cpu_levels[l]))
+        if (!cpu_level_set(cpu_levels[l]))
             continue;
         const ith_cpu_level *level = ith_cpu_level_get();
         double worst = 0;
@@ -105,7 +105,7 @@ static void test_rows_threads_same_bits(void **state)
     (void)state;
     ith_error err = {0};
     for (int l = 0; l < NUM_CPU_LEVELS; l++) {
-        if (!ith_cpu_level_set(cpu_levels[l]))
+        if (!cpu_level_set(cpu_levels[l]))
             continue;
         outputs one = run_all(NULL);
         for (int threads = 2; threads <= 3; threads++) {
@@ -136,7 +136,7 @@ static void test_level_names(void **state)
     assert_string_equal(ith_cpu_level_get()->name, "generic");
     assert_true(ith_cpu_level_set(NULL));
     assert_string_equal(ith_cpu_level_get()->name, best);
-    assert_string_equal(ith_backend_cpu_name(), best);
+    assert_int_equal(strncmp(ith_backend_cpu_name(), best, strlen(best)), 0); /* AMX refused */
 }
 
 int main(void)

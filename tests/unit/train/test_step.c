@@ -281,9 +281,9 @@ static void test_step_larger_limits_are_bit_equal(void **state)
 static void test_step_threads_are_bit_equal(void **state)
 {
     (void)state;
-    static const char *const levels[] = {"generic", "avx2", "avx512", "avx512bf16"};
+    static const char *const levels[] = {"generic", "avx2", "avx512", "avx512bf16", "amx"};
     static const ith_dtype types[] = {ITH_F32, ITH_BF16};
-    for (int l = 0; l < 4; l++) {
+    for (int l = 0; l < 5; l++) {
         if (!ith_cpu_level_set(levels[l])) {
             print_message("level %s is not on this machine\n", levels[l]);
             continue;
