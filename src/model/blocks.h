@@ -1,5 +1,5 @@
 /* blocks.h - the parts of a decoder layer that families share (attention_block.c, expert_mlp.c,
- * offload.c, qwen3.c); delta_block.h has another mixer.
+ * offload.c, qwen3.c) and the walk around it (walk.c); delta_block.h has another mixer.
  *
  * They read m->norm_offset and the usual entries of layer_param, and work on m->acts[l]. */
 #ifndef ITH_MODEL_BLOCKS_H
@@ -42,15 +42,49 @@ static inline float ith_score_scale(int64_t dim)
     return (float)(1.0 / __builtin_sqrt((double)dim));
 }
 
+static inline int64_t ith_num_moe_layers(const ith_hf_config *c)
+{
+    int64_t n = 0;
+    for (int64_t l = 0; l < c->num_hidden_layers; l++)
+        n += c->layer_is_moe[l];
+    return n;
+}
+
+/* ---- the walk: what lies around the layers of any family (walk.c) ---- */
+
+/* The stream (m->residual, m->delta) = (embeddings, 0), and no balancing loss. */
+ith_status ith_walk_open(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training);
+/* The vectors of the balancing loss, when it is on; sum: the balance is that of all tokens of the
+ * group, after the last layer. */
+ith_status ith_walk_open_balance(ith_model *m, ith_ctx *ctx, bool training);
+ith_status ith_walk_sum_balance(const ith_model *m, ith_ctx *ctx);
+
+/* A layer begins with its acts. x2 of a layer that does not keep it is `stream`: the next norm
+ * reads it before it is written again. Evaluation keeps nothing; its x is `stream`, too (the norm
+ * adds in place). */
+ith_status ith_walk_push_input(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                               bool training);
+
+/* A family's part of layer l. dx: in, the gradient of what the layer gives; out, that of x. */
+typedef ith_status (*ith_layer_forward)(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                        bool training);
+typedef ith_status (*ith_layer_backward)(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                         ith_tensor dx);
+typedef ith_status (*ith_layer_decode)(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
+                                       ith_kv_cache *cache, ith_tensor rows, bool prefill);
+/* All layers, each with its weights gathered, its workspace released behind it, and what it does
+ * not keep forgotten; backward, its gradients summed where they are cut. */
+ith_status ith_walk_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training,
+                            ith_layer_forward layer);
+ith_status ith_walk_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, ith_tensor dx,
+                             ith_layer_backward layer);
+ith_status ith_walk_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, ith_kv_cache *cache,
+                           ith_tensor rows, bool prefill, ith_layer_decode layer);
+
 /* ---- parts of a layer ---- */
 
 /* Parameters of a layer whose experts are separate matrices in the file, gate_up and down. */
 ith_status ith_block_declare_experts(ith_model *m, int64_t l, ith_error *err);
-
-/* The stream (m->residual, m->delta) = (embeddings, 0), and the vectors of the balancing loss. */
-ith_status ith_block_open(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training);
-/* The balance is that of all tokens of the group: after the last layer. */
-ith_status ith_block_sum_balance(const ith_model *m, ith_ctx *ctx);
 
 /* What the mixer of a layer reads, attention or Gated DeltaNet; in the layer's workspace, or what
  * acts kept. Heads are this rank's, of all N tokens of its group. */
@@ -60,8 +94,8 @@ typedef struct {
      * were kept); what travelled. */
     ith_tensor q, k, q_rstd, k_rstd;
     ith_qkv heads;
-    ith_tensor u, b, a, conv, g,
-        beta;     /* Gated DeltaNet: what convolution and gates read and make */
+    /* Gated DeltaNet: what convolution and gates read, and make. */
+    ith_tensor u, b, a, conv, g, beta;
     ith_tensor o; /* output of this rank's tokens, all heads; absent: not there yet */
     /* Attention backward: gradients of o at the heads; of q', k' and v at the tokens. */
     ith_tensor do_heads;

@@ -260,8 +260,7 @@ static ith_status experts_backward(ith_model *m, ith_ctx *ctx, int64_t l, T dn2,
 
 /* ---- forward ---- */
 
-/* Pushes what layer l keeps. Without training its x and x2 are the stream: the norms add in place.
- */
+/* Pushes what layer l keeps; x2 is of the rows that are read. */
 static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                              bool training)
 {
@@ -269,15 +268,8 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens, n = num_behind(m, b, l);
     ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
-    *a = (ith_layer_acts){.mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS),
-                          .host_mark = ith_plan_mark(ctx->plan, ITH_MEM_HOST),
-                          .x = m->stream,
-                          .x2 = ith_row_range(m->stream, 0, n)};
-    if (training && keep == ITH_KEEP_HOST) {
-        ITH_TRY(ith_offload_stage(m, ctx, l));
-    } else if (training)
-        ITH_TRY(
-            ith_push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
+    ITH_TRY(ith_walk_push_input(m, ctx, b, l, training));
+    a->x2 = ith_row_range(m->stream, 0, n);
     if (keep <= ITH_KEEP_ATTENTION)
         ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, b->group_tokens));
     if (keep != ITH_KEEP_ALL)
@@ -289,21 +281,6 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
         return push_experts(m, ctx, ITH_MEM_ACTIVATIONS, a, n);
     return ith_push(ctx, ITH_MEM_ACTIVATIONS, "gate and up", m->dtype, n, 2 * c->intermediate_size,
                     &a->gate_up);
-}
-
-/* Drops the views whose memory went with the workspace of the layer. */
-static void forget_unsaved(ith_model *m, int64_t l, bool training)
-{
-    ith_layer_acts *a = &m->acts[l];
-    ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
-    T none = ith_tensor_none();
-    if (keep == ITH_KEEP_ALL)
-        return;
-    ith_layer_acts kept = {
-        .x = a->x, .mark = a->mark, .host_mark = a->host_mark, .host_x = a->host_x};
-    kept.o = keep == ITH_KEEP_ATTENTION ? a->o : none;
-    kept.lse = keep == ITH_KEEP_ATTENTION ? a->lse : none;
-    *a = kept;
 }
 
 /* x2 = x + o Wdense^T and delta = MLP(norm(x2)), of the rows that are read; o: of all. */
@@ -342,40 +319,18 @@ static ith_status after_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b
 static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                 bool training)
 {
-    ith_layer_acts *a = &m->acts[l];
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ith_mixer_in in = {0};
-    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, training));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_block_attend(m, ctx, b, l, &in));
-    ITH_TRY(after_attention(m, ctx, b, l, in.o));
-    ITH_TRY(ith_offload_save(m, ctx, l));
-    m->residual = a->x2;
-    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
-    forget_unsaved(m, l, training);
-    return ITH_OK;
-}
-
-/* The pair at the first layer: embeddings and zero. */
-static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
-{
-    int64_t t = b->num_tokens, d = m->config->hidden_size;
-    ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
-    ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
-    m->residual = m->stream;
-    ITH_TRY(ith_offload_open(m, ctx, t, training));
-    m->expert_fraction = m->expert_mean_prob = ith_tensor_none(); /* no balancing loss */
-    ITH_TRY(ith_embedding_forward(ctx, m->stream, b->ids, m->params[m->embed].w));
-    return ith_zero(ctx, m->delta);
+    return after_attention(m, ctx, b, l, in.o);
 }
 
 static ith_status llada2_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training,
                                  T hidden)
 {
-    ITH_TRY(open_stream(m, ctx, b, training));
-    for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
-        ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
+    ITH_TRY(ith_walk_open(m, ctx, b, training));
+    ITH_TRY(ith_walk_forward(m, ctx, b, training, layer_forward));
     if (!b->rows.ndim)
         return ith_add(ctx, hidden, m->residual, m->delta);
     ITH_TRY(ith_add(ctx, m->delta, m->residual, m->delta));
@@ -497,32 +452,21 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
 
 static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
 {
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ith_mixer_in in = {0};
     T dx2, rows = rows_behind(m, b, l);
-    ITH_TRY(ith_offload_fetch(m, ctx, l));
-    ITH_TRY(ith_model_gather_layer(m, ctx, l));
-    ITH_TRY(ith_model_open_grads(m, ctx, l));
     ITH_TRY(remake_attention(m, ctx, b, l, &in));
     ITH_TRY(take_rows(ctx, dx, rows, &dx2));
     ITH_TRY(mlp_backward(m, ctx, l, dx2));
     if (rows.ndim) /* dx is zero at the others */
         ITH_TRY(ith_scatter_rows(ctx, dx, dx2, rows));
-    ITH_TRY(attention_backward(m, ctx, b, l, &in, dx2, dx));
-    ITH_TRY(ith_model_close_grads(m, ctx, l));
-    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
-    ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
-    ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->acts[l].mark);
-    return ITH_OK;
+    return attention_backward(m, ctx, b, l, &in, dx2, dx);
 }
 
 static ith_status llada2_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, T dhidden)
 {
     int64_t pad = m->config->pad_token_id;
     T embed = m->params[m->embed].grad;
-    for (int64_t l = m->config->num_hidden_layers - 1; l >= 0; l--)
-        ITH_WRAP(layer_backward(m, ctx, b, l, dhidden), ctx->err, "layer %lld backward",
-                 (long long)l);
+    ITH_TRY(ith_walk_backward(m, ctx, b, dhidden, layer_backward));
     ITH_TRY(ith_embedding_backward(ctx, embed, dhidden, b->ids));
     if (pad < 0 || m->head == m->embed)
         return ITH_OK;
@@ -565,31 +509,23 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
                                ith_kv_cache *cache, T rows, bool prefill)
 {
     ith_layer_acts *a = &m->acts[l];
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ith_mixer_in in = {0};
     T k, v;
-    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_block_fill_cache(m, ctx, l, cache, &in, rows, &k, &v));
     ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_WORKSPACE, a, b->group_tokens));
     ITH_TRY(prefill ? ith_block_attend(m, ctx, b, l, &in)
                     : attention_decode(m, ctx, l, cache, k, v, &in));
-    ITH_TRY(after_attention(m, ctx, b, l, in.o));
-    m->residual = a->x2;
-    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
-    forget_unsaved(m, l, false);
-    return ITH_OK;
+    return after_attention(m, ctx, b, l, in.o);
 }
 
 static ith_status llada2_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, ith_kv_cache *cache,
                                 T rows, bool prefill, T hidden)
 {
     ITH_ASSERT(prefill || b->num_tokens % cache->batch == 0);
-    ITH_TRY(open_stream(m, ctx, b, false));
-    for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
-        ITH_WRAP(layer_decode(m, ctx, b, l, cache, rows, prefill), ctx->err, "layer %lld",
-                 (long long)l);
+    ITH_TRY(ith_walk_open(m, ctx, b, false));
+    ITH_TRY(ith_walk_decode(m, ctx, b, cache, rows, prefill, layer_decode));
     return ith_add(ctx, hidden, m->residual, m->delta);
 }
 

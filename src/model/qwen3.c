@@ -139,14 +139,6 @@ static ith_status push_experts(ith_model *m, ith_ctx *ctx, ith_mem_class where, 
     return ith_block_push_expert_rows(m, ctx, where, a, s);
 }
 
-static int64_t num_moe_layers(const ith_hf_config *c)
-{
-    int64_t n = 0;
-    for (int64_t l = 0; l < c->num_hidden_layers; l++)
-        n += c->layer_is_moe[l];
-    return n;
-}
-
 /* Everything of an expert layer from n2: routing, gate_up, expert_out. */
 static ith_status experts_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T n2,
                                   bool count_load)
@@ -160,9 +152,9 @@ static ith_status experts_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b
     ITH_TRY(ith_router_forward(ctx, a->topk_w, a->topk_idx, a->probs, logits, c->norm_topk_prob));
     ITH_TRY(ith_expert_sort(ctx, a->offsets, a->source, a->row_of, a->topk_idx));
     if (count_load)
-        ITH_TRY(
-            ith_expert_load(ctx, m->expert_fraction, m->expert_mean_prob, a->offsets, a->probs,
-                            1.0f / (float)(num_moe_layers(c) * ith_max_i64(b->group_tokens, 1))));
+        ITH_TRY(ith_expert_load(
+            ctx, m->expert_fraction, m->expert_mean_prob, a->offsets, a->probs,
+            1.0f / (float)(ith_num_moe_layers(c) * ith_max_i64(b->group_tokens, 1))));
     ITH_TRY(ith_block_expert_mlp_forward(m, ctx, l, n2));
     ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
     return ITH_OK;
@@ -183,7 +175,7 @@ static ith_status experts_backward(ith_model *m, ith_ctx *ctx, const ith_batch *
     ITH_TRY(ith_block_expert_mlp_backward(m, ctx, l, dn2, n2));
     ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "router", m->dtype, t, c->num_experts, &dlogits));
     float aux_scale = m->aux_coef * b->share * (float)c->num_experts /
-                      (float)(num_moe_layers(c) * ith_max_i64(b->group_tokens, 1));
+                      (float)(ith_num_moe_layers(c) * ith_max_i64(b->group_tokens, 1));
     ITH_TRY(ith_router_backward(ctx, dlogits, dtopk, a->topk_w, a->topk_idx, a->probs,
                                 m->expert_fraction, aux_scale, c->norm_topk_prob));
     ITH_TRY(ith_linear_backward_weight(ctx, router->grad, dlogits, n2));
@@ -256,9 +248,7 @@ static ith_status mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, in
     return ITH_OK;
 }
 
-/* Pushes what layer l keeps. x2 of a layer that does not keep it is `stream`: the next norm reads
- * it before it is written again. Evaluation keeps nothing; its x is `stream` too (the norm adds in
- * place). */
+/* Pushes what layer l keeps. */
 static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                              bool training)
 {
@@ -266,16 +256,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     ith_layer_acts *a = &m->acts[l];
     int64_t t = b->num_tokens;
     ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
-    *a = (ith_layer_acts){.mark = ith_plan_mark(ctx->plan, ITH_MEM_ACTIVATIONS),
-                          .host_mark = ith_plan_mark(ctx->plan, ITH_MEM_HOST),
-                          .x = m->stream,
-                          .x2 = m->stream};
-    if (training && keep == ITH_KEEP_HOST) {
-        ITH_TRY(ith_offload_stage(m, ctx, l));
-    } else if (training) {
-        ITH_TRY(
-            ith_push(ctx, ITH_MEM_ACTIVATIONS, "layer input", m->dtype, t, c->hidden_size, &a->x));
-    }
+    ITH_TRY(ith_walk_push_input(m, ctx, b, l, training));
     if (keep <= ITH_KEEP_ATTENTION)
         ITH_TRY(ith_block_push_attention_out(m, ctx, ITH_MEM_ACTIVATIONS, a, b->group_tokens));
     if (keep == ITH_KEEP_ALL) {
@@ -295,81 +276,34 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     return push_norm(ctx, ITH_MEM_ACTIVATIONS, m->dtype, t, c->hidden_size, &a->n2, &a->rstd2);
 }
 
-/* Drops the views whose memory went with the workspace of the layer. */
-static void forget_unsaved(ith_model *m, int64_t l, bool training)
+/* x2 = x + o Wo^T and delta = MLP(norm(x2)). */
+static ith_status after_attention(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T o)
 {
-    ith_layer_acts *a = &m->acts[l];
-    ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
-    T none = ith_tensor_none();
-    if (keep == ITH_KEEP_ALL)
-        return;
-    a->qkv = a->gate_up = a->probs = a->topk_w = a->topk_idx = a->offsets = a->source = a->row_of =
-        a->expert_out = none;
-    a->x2 = none;
-    if (keep >= ITH_KEEP_INPUT)
-        a->o = a->lse = none;
+    T o_out;
+    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, b->num_tokens,
+                     m->config->hidden_size, &o_out));
+    ITH_TRY(
+        ith_linear_forward(ctx, o_out, ith_heads_2d(o), ith_layer_param(m, l, ITH_P_O)->w, false));
+    return mlp_forward(m, ctx, b, l, o_out);
 }
 
 static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                 bool training)
 {
-    const ith_hf_config *c = m->config;
-    ith_layer_acts *a = &m->acts[l];
-    int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ith_mixer_in in = {0};
-    T o_out;
-    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, training));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_block_attend(m, ctx, b, l, &in));
-    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size,
-                     &o_out));
-    ITH_TRY(ith_linear_forward(ctx, o_out, ith_heads_2d(in.o), ith_layer_param(m, l, ITH_P_O)->w,
-                               false));
-    ITH_TRY(mlp_forward(m, ctx, b, l, o_out));
-    ITH_TRY(ith_offload_save(m, ctx, l));
-    m->residual = a->x2;
-    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
-    forget_unsaved(m, l, training);
-    return ITH_OK;
-}
-
-/* The pair at the first layer: embeddings and zero. */
-static ith_status open_stream(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
-{
-    int64_t t = b->num_tokens, d = m->config->hidden_size;
-    ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->stream));
-    ITH_TRY(ith_push(ctx, ITH_MEM_ACTIVATIONS, "residual stream", m->dtype, t, d, &m->delta));
-    m->residual = m->stream;
-    ITH_TRY(ith_offload_open(m, ctx, t, training));
-    ITH_TRY(ith_embedding_forward(ctx, m->stream, b->ids, m->params[m->embed].w));
-    return ith_zero(ctx, m->delta);
-}
-
-/* The vectors of the balancing loss, when it is on. */
-static ith_status open_balance(ith_model *m, ith_ctx *ctx, bool training)
-{
-    m->expert_fraction = m->expert_mean_prob = ith_tensor_none();
-    if (!training || m->aux_coef == 0.0f || num_moe_layers(m->config) == 0)
-        return ITH_OK;
-    int64_t e = m->config->num_experts;
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "router", ITH_F32, 1, e, 1, 1, 1,
-                         &m->expert_fraction));
-    ITH_TRY(ith_ctx_push(ctx, ITH_MEM_ACTIVATIONS, "router", ITH_F32, 1, e, 1, 1, 1,
-                         &m->expert_mean_prob));
-    ITH_TRY(ith_zero(ctx, m->expert_fraction));
-    return ith_zero(ctx, m->expert_mean_prob);
+    return after_attention(m, ctx, b, l, in.o);
 }
 
 static ith_status qwen3_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training,
                                 T hidden)
 {
-    const ith_hf_config *c = m->config;
-    ITH_TRY(open_stream(m, ctx, b, training));
-    ITH_TRY(open_balance(m, ctx, training));
-    for (int64_t l = 0; l < c->num_hidden_layers; l++)
-        ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
-    ITH_TRY(ith_block_sum_balance(m, ctx));
+    ITH_TRY(ith_walk_open(m, ctx, b, training));
+    ITH_TRY(ith_walk_open_balance(m, ctx, training));
+    ITH_TRY(ith_walk_forward(m, ctx, b, training, layer_forward));
+    ITH_TRY(ith_walk_sum_balance(m, ctx));
     return ith_add(ctx, hidden, m->residual, m->delta);
 }
 
@@ -493,26 +427,15 @@ static ith_status attention_backward(ith_model *m, ith_ctx *ctx, const ith_batch
 
 static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
 {
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ith_mixer_in in = {0};
-    ITH_TRY(ith_offload_fetch(m, ctx, l));
-    ITH_TRY(ith_model_gather_layer(m, ctx, l));
-    ITH_TRY(ith_model_open_grads(m, ctx, l));
     ITH_TRY(remake_attention(m, ctx, b, l, &in));
     ITH_TRY(mlp_backward(m, ctx, b, l, dx));
-    ITH_TRY(attention_backward(m, ctx, b, l, &in, dx));
-    ITH_TRY(ith_model_close_grads(m, ctx, l));
-    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
-    ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
-    ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->acts[l].mark);
-    return ITH_OK;
+    return attention_backward(m, ctx, b, l, &in, dx);
 }
 
 static ith_status qwen3_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, T dhidden)
 {
-    for (int64_t l = m->config->num_hidden_layers - 1; l >= 0; l--)
-        ITH_WRAP(layer_backward(m, ctx, b, l, dhidden), ctx->err, "layer %lld backward",
-                 (long long)l);
+    ITH_TRY(ith_walk_backward(m, ctx, b, dhidden, layer_backward));
     return ith_embedding_backward(ctx, m->params[m->embed].grad, dhidden, b->ids);
 }
 
@@ -521,51 +444,22 @@ static ith_status qwen3_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
 static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                ith_kv_cache *cache, T rows, bool prefill)
 {
-    const ith_hf_config *c = m->config;
-    int64_t t = b->num_tokens, mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ith_mixer_in in = {0};
-    T o_out;
-    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
     ITH_TRY(ith_block_attention_in(m, ctx, b, l, true, &in));
     ITH_TRY(ith_block_attend_cache(m, ctx, b, l, cache, rows, prefill, &in));
-    ITH_TRY(ith_push(ctx, ITH_MEM_WORKSPACE, "attention projection", m->dtype, t, c->hidden_size,
-                     &o_out));
-    ITH_TRY(ith_linear_forward(ctx, o_out, ith_heads_2d(in.o), ith_layer_param(m, l, ITH_P_O)->w,
-                               false));
-    ITH_TRY(mlp_forward(m, ctx, b, l, o_out));
-    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
-    forget_unsaved(m, l, false);
-    return ITH_OK;
+    return after_attention(m, ctx, b, l, in.o);
 }
 
 static ith_status qwen3_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, ith_kv_cache *cache,
                                T rows, bool prefill, T hidden)
 {
-    const ith_hf_config *c = m->config;
-    ITH_TRY(open_stream(m, ctx, b, false));
-    ITH_TRY(open_balance(m, ctx, false));
-    for (int64_t l = 0; l < c->num_hidden_layers; l++)
-        ITH_WRAP(layer_decode(m, ctx, b, l, cache, rows, prefill), ctx->err, "layer %lld",
-                 (long long)l);
+    ITH_TRY(ith_walk_open(m, ctx, b, false));
+    ITH_TRY(ith_walk_decode(m, ctx, b, cache, rows, prefill, layer_decode));
     return ith_add(ctx, hidden, m->residual, m->delta);
 }
 
 /* ---- for other families (blocks.h) ---- */
-
-ith_status ith_block_open(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training)
-{
-    ITH_TRY(open_stream(m, ctx, b, training));
-    return open_balance(m, ctx, training);
-}
-
-ith_status ith_block_sum_balance(const ith_model *m, ith_ctx *ctx)
-{
-    if (!m->expert_fraction.ndim)
-        return ITH_OK;
-    ITH_TRY(ith_mesh_sum_cp(m->mesh, ctx, m->expert_fraction));
-    return ith_mesh_sum_cp(m->mesh, ctx, m->expert_mean_prob);
-}
 
 ith_status ith_block_mlp_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T o_out)
 {

@@ -365,7 +365,7 @@ static ith_status ffn_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
 
 /* ---- forward ---- */
 
-/* Pushes what layer l keeps; see qwen3.c. */
+/* Pushes what layer l keeps. */
 static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                              bool training)
 {
@@ -374,15 +374,7 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     int64_t t = b->num_tokens, d = c->hidden_size;
     ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
     const ith_mem_class kept = ITH_MEM_ACTIVATIONS;
-    *a = (ith_layer_acts){.mark = ith_plan_mark(ctx->plan, kept),
-                          .host_mark = ith_plan_mark(ctx->plan, ITH_MEM_HOST),
-                          .x = m->stream,
-                          .x2 = m->stream};
-    if (training && keep == ITH_KEEP_HOST) {
-        ITH_TRY(ith_offload_stage(m, ctx, l));
-    } else if (training) {
-        ITH_TRY(ith_push(ctx, kept, "layer input", m->dtype, t, d, &a->x));
-    }
+    ITH_TRY(ith_walk_push_input(m, ctx, b, l, training));
     if (keep <= ITH_KEEP_ATTENTION)
         ITH_TRY(c->layer_is_linear[l]
                     ? ith_delta_push_out(m, ctx, kept, a, t)
@@ -398,55 +390,27 @@ static ith_status push_saved(ith_model *m, ith_ctx *ctx, const ith_batch *b, int
     return ith_push(ctx, kept, "gate and up", m->dtype, t, 2 * c->intermediate_size, &a->gate_up);
 }
 
-/* Drops the views whose memory went with the workspace of the layer. */
-static void forget_unsaved(ith_model *m, int64_t l, bool training)
-{
-    ith_layer_acts *a = &m->acts[l], kept = *a;
-    ith_keep keep = training ? m->keep[l] : ITH_KEEP_INPUT;
-    if (keep == ITH_KEEP_ALL)
-        return;
-    *a = (ith_layer_acts){
-        .mark = kept.mark, .host_mark = kept.host_mark, .host_x = kept.host_x, .x = kept.x};
-    if (training) {
-        a->state = kept.state;
-        a->map = kept.map;
-        a->knows_state = kept.knows_state;
-    }
-    if (keep == ITH_KEEP_ATTENTION) {
-        a->o = kept.o;
-        a->lse = kept.lse;
-    }
-}
-
 static ith_status layer_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                 bool training)
 {
-    ith_layer_acts *a = &m->acts[l];
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T mixed;
     ith_mixer_in in = {0};
-    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, training));
     ITH_TRY(make_in(m, ctx, b, l, true, &in));
     ITH_TRY(mix(m, ctx, b, l, &in));
     ITH_TRY(project_out(m, ctx, l, in.o, &mixed));
-    ITH_TRY(ffn_forward(m, ctx, b, l, mixed));
-    ITH_TRY(ith_offload_save(m, ctx, l));
-    m->residual = a->x2;
-    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
-    forget_unsaved(m, l, training);
-    return ITH_OK;
+    return ffn_forward(m, ctx, b, l, mixed);
 }
 
 static ith_status qwen3_5_forward(ith_model *m, ith_ctx *ctx, const ith_batch *b, bool training,
                                   T hidden)
 {
-    ITH_TRY(ith_block_open(m, ctx, b, training));
+    ITH_TRY(ith_walk_open(m, ctx, b, training));
+    ITH_TRY(ith_walk_open_balance(m, ctx, training));
     if (m->has_vision)
         ITH_TRY(ith_vision_forward(m, ctx, b, training));
-    for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
-        ITH_WRAP(layer_forward(m, ctx, b, l, training), ctx->err, "layer %lld", (long long)l);
-    ITH_TRY(ith_block_sum_balance(m, ctx));
+    ITH_TRY(ith_walk_forward(m, ctx, b, training, layer_forward));
+    ITH_TRY(ith_walk_sum_balance(m, ctx));
     return ith_add(ctx, hidden, m->residual, m->delta);
 }
 
@@ -518,26 +482,15 @@ static ith_status mixer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b,
 
 static ith_status layer_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l, T dx)
 {
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     ith_mixer_in in = {0};
-    ITH_TRY(ith_offload_fetch(m, ctx, l));
-    ITH_TRY(ith_model_gather_layer(m, ctx, l));
-    ITH_TRY(ith_model_open_grads(m, ctx, l));
     ITH_TRY(remake_mixer(m, ctx, b, l, &in));
     ITH_TRY(ffn_backward(m, ctx, b, l, dx));
-    ITH_TRY(mixer_backward(m, ctx, b, l, &in, dx));
-    ITH_TRY(ith_model_close_grads(m, ctx, l));
-    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
-    ith_plan_release(ctx->plan, ITH_MEM_HOST, m->acts[l].host_mark);
-    ith_plan_release(ctx->plan, ITH_MEM_ACTIVATIONS, m->acts[l].mark);
-    return ITH_OK;
+    return mixer_backward(m, ctx, b, l, &in, dx);
 }
 
 static ith_status qwen3_5_backward(ith_model *m, ith_ctx *ctx, const ith_batch *b, T dhidden)
 {
-    for (int64_t l = m->config->num_hidden_layers - 1; l >= 0; l--)
-        ITH_WRAP(layer_backward(m, ctx, b, l, dhidden), ctx->err, "layer %lld backward",
-                 (long long)l);
+    ITH_TRY(ith_walk_backward(m, ctx, b, dhidden, layer_backward));
     if (m->has_vision)
         ITH_TRY(ith_vision_backward(m, ctx, b, dhidden));
     return ith_embedding_backward(ctx, m->params[m->embed].grad, dhidden, b->ids);
@@ -548,10 +501,8 @@ static ith_status qwen3_5_backward(ith_model *m, ith_ctx *ctx, const ith_batch *
 static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, int64_t l,
                                ith_kv_cache *cache, T rows, bool prefill)
 {
-    int64_t mark = ith_plan_mark(ctx->plan, ITH_MEM_WORKSPACE);
     T mixed;
     ith_mixer_in in = {0};
-    ITH_TRY(ith_model_gather_layer(m, ctx, l));
     ITH_TRY(push_saved(m, ctx, b, l, false));
     if (m->config->layer_is_linear[l]) {
         ITH_TRY(ith_block_project(m, ctx, b, l, true, &in));
@@ -562,25 +513,20 @@ static ith_status layer_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b, i
         ITH_TRY(ith_block_attend_cache(m, ctx, b, l, cache, rows, prefill, &in));
     }
     ITH_TRY(project_out(m, ctx, l, in.o, &mixed));
-    ITH_TRY(ffn_forward(m, ctx, b, l, mixed));
-    ith_plan_release(ctx->plan, ITH_MEM_WORKSPACE, mark);
-    forget_unsaved(m, l, false);
-    return ITH_OK;
+    return ffn_forward(m, ctx, b, l, mixed);
 }
 
 static ith_status qwen3_5_decode(ith_model *m, ith_ctx *ctx, const ith_batch *b,
                                  ith_kv_cache *cache, T rows, bool prefill, T hidden)
 {
-    ITH_TRY(ith_block_open(m, ctx, b, false));
+    ITH_TRY(ith_walk_open(m, ctx, b, false));
     if (m->has_vision)
         ITH_TRY(ith_vision_forward(m, ctx, b, false));
     if (prefill && cache->state.ndim && ith_cp_size(m->mesh) == 1) {
         ITH_TRY(ith_zero(ctx, cache->conv));
         ITH_TRY(ith_zero(ctx, cache->state));
     }
-    for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
-        ITH_WRAP(layer_decode(m, ctx, b, l, cache, rows, prefill), ctx->err, "layer %lld",
-                 (long long)l);
+    ITH_TRY(ith_walk_decode(m, ctx, b, cache, rows, prefill, layer_decode));
     return ith_add(ctx, hidden, m->residual, m->delta);
 }
 
