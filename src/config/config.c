@@ -1,31 +1,19 @@
 /* config.c - from a file and key=value arguments to an ith_config.
  * Steps: parse; tell the dialect; spread the tree over the rows of the key table (later arguments
- * replace earlier values); read every row, given or default; check combinations. User mistakes are
- * collected and reported together, in file order. */
+ * replace earlier values); read every row, given or default (config_values.c); check combinations
+ * (config_check.c). User mistakes are collected and reported together, in file order. */
 #include "config/config.h"
 
-#include "base/checked.h"
 #include "base/env.h"
 #include "base/file.h"
-#include "config/config_dialect.h"
-#include "config/config_internal.h"
+#include "config/config_load.h"
 #include "config/yaml_internal.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <strings.h>
 #include <sys/random.h>
-
-typedef struct {
-    ith_config config;
-    struct ith_config_origin *origin;
-    config_problems problems;
-    ith_error *err;
-    const ith_dialect *dialect;  /* NULL: our own */
-    const ith_yaml_node *lr_min; /* of a dFactory file; NULL: not given */
-} loader;
 
 /* ---- problems ---- */
 
@@ -174,7 +162,7 @@ static const struct {
     {"fp16", "bf16"},
 };
 
-static ith_status fail_unknown(const loader *l, const ith_yaml_node *key, const char *name,
+static ith_status fail_unknown(const config_loader *l, const ith_yaml_node *key, const char *name,
                                ith_error *err)
 {
     const ith_dialect *d = l->dialect;
@@ -197,7 +185,7 @@ static ith_status fail_unknown(const loader *l, const ith_yaml_node *key, const 
 /* ---- spreading the tree over the rows ---- */
 
 /* Takes over *yaml, also when it fails. */
-static ith_status keep_yaml(loader *l, ith_yaml *yaml)
+static ith_status keep_yaml(config_loader *l, ith_yaml *yaml)
 {
     struct ith_config_origin *origin = l->origin;
     void *extra = origin->extra;
@@ -211,18 +199,18 @@ static ith_status keep_yaml(loader *l, ith_yaml *yaml)
     return status;
 }
 
-static void clear_plugin(loader *l, int plugin)
+static void clear_plugin(config_loader *l, int plugin)
 {
     for (int i = 0; i < ith_config_num_rows; i++)
         if (i == plugin || ith_config_plugin_of(i) == plugin)
             l->origin->given[i] = (config_given){0};
 }
 
-static ith_status give_plugin(loader *l, int plugin, const ith_yaml_node *key,
+static ith_status give_plugin(config_loader *l, int plugin, const ith_yaml_node *key,
                               const ith_yaml_node *value);
 
 /* name: the full key, at most 200 bytes. */
-static ith_status give(loader *l, const char *name, const ith_yaml_node *key,
+static ith_status give(config_loader *l, const char *name, const ith_yaml_node *key,
                        const ith_yaml_node *value)
 {
     ith_error err = {0};
@@ -243,7 +231,7 @@ static ith_status give(loader *l, const char *name, const ith_yaml_node *key,
     return ith_config_add_problem(&l->problems, key, fail_unknown(l, key, name, &err), &err);
 }
 
-static ith_status give_map(loader *l, int plugin, const ith_yaml_node *map)
+static ith_status give_map(config_loader *l, int plugin, const ith_yaml_node *map)
 {
     for (int64_t i = 0; i < map->count; i++) {
         char name[256];
@@ -255,7 +243,7 @@ static ith_status give_map(loader *l, int plugin, const ith_yaml_node *map)
 }
 
 /* null, a map, a JSON text, or (ours) the bare name. A map merges into what was given before. */
-static ith_status give_plugin(loader *l, int plugin, const ith_yaml_node *key,
+static ith_status give_plugin(config_loader *l, int plugin, const ith_yaml_node *key,
                               const ith_yaml_node *value)
 {
     ith_error err = {0};
@@ -285,7 +273,7 @@ static ith_status give_plugin(loader *l, int plugin, const ith_yaml_node *key,
 
 /* ---- files of other programs ---- */
 
-static ith_status keep_note(loader *l, const char *text, const char **place)
+static ith_status keep_note(config_loader *l, const char *text, const char **place)
 {
     char *kept = ith_arena_strndup(&l->origin->arena, text, (int64_t)strlen(text));
     if (!kept)
@@ -294,7 +282,7 @@ static ith_status keep_note(loader *l, const char *text, const char **place)
     return ITH_OK;
 }
 
-static ith_status append_note(loader *l, const char *text)
+static ith_status append_note(config_loader *l, const char *text)
 {
     struct ith_config_origin *origin = l->origin;
     void *notes = origin->notes;
@@ -308,7 +296,8 @@ static ith_status append_note(loader *l, const char *text)
 }
 
 /* Keys for one reason share a line, at the place of the first. */
-static ith_status add_note(loader *l, const ith_yaml_node *where, const char *name, const char *why)
+static ith_status add_note(config_loader *l, const ith_yaml_node *where, const char *name,
+                           const char *why)
 {
     char reason[256], text[1024];
     ith_error note = {0};
@@ -326,7 +315,8 @@ static ith_status add_note(loader *l, const ith_yaml_node *where, const char *na
 }
 
 /* A value written by us that stands at the place of `where`. */
-static ith_status give_text(loader *l, const char *to, const ith_yaml_node *where, const char *text)
+static ith_status give_text(config_loader *l, const char *to, const ith_yaml_node *where,
+                            const char *text)
 {
     ith_yaml yaml = {0};
     ITH_TRY(ith_yaml_parse_at(&yaml, text, (int64_t)strlen(text), where->file, where, l->err));
@@ -361,7 +351,7 @@ static const ith_dialect_key *find_foreign(const ith_dialect *d, const char *nam
     return NULL;
 }
 
-static ith_status fail_foreign(loader *l, const ith_yaml_node *key, const char *name)
+static ith_status fail_foreign(config_loader *l, const ith_yaml_node *key, const char *name)
 {
     const ith_dialect *d = l->dialect;
     const char *names[ITH_MAX_DIALECT_KEYS];
@@ -377,7 +367,7 @@ static ith_status fail_foreign(loader *l, const ith_yaml_node *key, const char *
 }
 
 /* Our keys, written by us, as if they stood at `where`. */
-static ith_status give_keys(loader *l, const ith_yaml_node *where, const char *text,
+static ith_status give_keys(config_loader *l, const ith_yaml_node *where, const char *text,
                             const char *name)
 {
     ith_yaml yaml = {0};
@@ -391,7 +381,7 @@ static ith_status give_keys(loader *l, const ith_yaml_node *where, const char *t
     return ITH_OK;
 }
 
-static ith_status give_choice(loader *l, const ith_dialect_key *k, const ith_yaml_node *key,
+static ith_status give_choice(config_loader *l, const ith_dialect_key *k, const ith_yaml_node *key,
                               const ith_yaml_node *value)
 {
     char found[80], wanted[200];
@@ -412,7 +402,7 @@ static ith_status give_choice(loader *l, const ith_dialect_key *k, const ith_yam
 }
 
 /* Two keys of the file that mean the same here. */
-static ith_status refuse_twice(loader *l, const ith_dialect_key *k, const ith_yaml_node *key,
+static ith_status refuse_twice(config_loader *l, const ith_dialect_key *k, const ith_yaml_node *key,
                                bool *refused)
 {
     int idx = ith_config_find_row(k->to, strlen(k->to));
@@ -429,7 +419,7 @@ static ith_status refuse_twice(loader *l, const ith_dialect_key *k, const ith_ya
 }
 
 /* name: "train.lr". */
-static ith_status give_foreign(loader *l, const char *name, const ith_yaml_node *key,
+static ith_status give_foreign(config_loader *l, const char *name, const ith_yaml_node *key,
                                const ith_yaml_node *value)
 {
     const ith_dialect_key *k = find_foreign(l->dialect, name);
@@ -464,7 +454,8 @@ static ith_status give_foreign(loader *l, const char *name, const ith_yaml_node 
 }
 
 /* One section, or a flat file; late: the keys that are read last. */
-static ith_status give_section(loader *l, const char *section, const ith_yaml_node *map, bool late)
+static ith_status give_section(config_loader *l, const char *section, const ith_yaml_node *map,
+                               bool late)
 {
     for (int64_t i = 0; i < map->count; i++) {
         const ith_yaml_node *key = map->pairs[i].key, *value = map->pairs[i].value;
@@ -479,7 +470,7 @@ static ith_status give_section(loader *l, const char *section, const ith_yaml_no
     return ITH_OK;
 }
 
-static ith_status give_foreign_file(loader *l, const ith_yaml_node *root)
+static ith_status give_foreign_file(config_loader *l, const ith_yaml_node *root)
 {
     ITH_TRY(give_keys(l, NULL, l->dialect->defaults, "defaults of another program"));
     if (l->dialect->differs) {
@@ -504,7 +495,7 @@ static ith_status give_foreign_file(loader *l, const ith_yaml_node *root)
 }
 
 /* lr_min is a rate there, a part of the rate here; a constant rate has none. */
-static ith_status give_lr_min(loader *l)
+static ith_status give_lr_min(config_loader *l)
 {
     int rate_row = ith_config_find_row("learning_rate", strlen("learning_rate"));
     int name_row = ith_config_find_row("lr_scheduler_config", strlen("lr_scheduler_config"));
@@ -529,7 +520,7 @@ static ith_status give_lr_min(loader *l)
     return give_text(l, "lr_scheduler_config.min_lr_ratio", l->lr_min ? l->lr_min : style, text);
 }
 
-static ith_status give_file(loader *l)
+static ith_status give_file(config_loader *l)
 {
     const ith_yaml_node *root = l->origin->file.root;
     if (ith_yaml_is_null(root))
@@ -553,7 +544,7 @@ static ith_status give_file(loader *l)
 }
 
 /* key=value; the value is YAML. Leading dashes are fine: --learning_rate=1e-5. */
-static ith_status give_override(loader *l, const char *text)
+static ith_status give_override(config_loader *l, const char *text)
 {
     const char *key = text + strspn(text, "-"), *equals = strchr(key, '=');
     if (!equals || equals == key || equals - key > 200)
@@ -579,347 +570,10 @@ static ith_status give_override(loader *l, const char *text)
     return give(l, name, where, yaml.root);
 }
 
-/* ---- reading values ---- */
-
-static ith_status out_of_memory(loader *l)
-{
-    return ith_fail(l->err, ITH_ERR_MEMORY, "out of memory while reading the configuration");
-}
-
-static ith_status fail_type(const ith_yaml_node *node, int idx, ith_error *err)
-{
-    char found[80], wanted[400];
-    return ith_yaml_fail(node, err, "%s: found %s (use %s)", ith_config_rows[idx].name,
-                         ith_yaml_describe(node, found, sizeof found),
-                         ith_config_key_type(idx, wanted, sizeof wanted));
-}
-
-static bool in_range(const config_row *row, double value)
-{
-    return (row->min_open ? value > row->min : value >= row->min) &&
-           (row->max_open ? value < row->max : value <= row->max);
-}
-
-static int find_word(const char *words, const char *text, size_t text_len)
-{
-    int len = 0;
-    for (int i = 0;; i++) {
-        const char *word = ith_word(words, i, &len);
-        if (!word)
-            return -1;
-        if (*word != '-' && (size_t)len == text_len && memcmp(word, text, text_len) == 0)
-            return i;
-    }
-}
-
-static bool is_scalar(const ith_yaml_node *node)
-{
-    return node->kind == ITH_YAML_SCALAR && (int64_t)strlen(node->text) == node->len;
-}
-
-static ith_status copy_text(loader *l, const char *text, size_t len, const char **out)
-{
-    *out = ith_arena_strndup(&l->origin->arena, text, (int64_t)len);
-    return *out ? ITH_OK : out_of_memory(l);
-}
-
-static bool read_int(const config_row *row, const ith_yaml_node *node, int64_t *out)
-{
-    int64_t value = 0;
-    if (ith_yaml_get_int(node, "", INT64_MIN, INT64_MAX, &value, NULL) != ITH_OK ||
-        !in_range(row, (double)value))
-        return false;
-    if (row->words) { /* a set of integers */
-        char digits[32];
-        int len = snprintf(digits, sizeof digits, "%lld", (long long)value);
-        if (find_word(row->words, digits, (size_t)len) < 0)
-            return false;
-    }
-    *out = value;
-    return true;
-}
-
-/* 16GiB, 4GB, 512 MB, 1.5TiB, 4096 -> bytes. */
-static bool read_size(const config_row *row, const ith_yaml_node *node, int64_t *out)
-{
-    static const struct {
-        const char *unit;
-        double bytes;
-    } units[] = {{"", 1},      {"b", 1},        {"kb", 1e3},     {"mb", 1e6},     {"gb", 1e9},
-                 {"tb", 1e12}, {"kib", 0x1p10}, {"mib", 0x1p20}, {"gib", 0x1p30}, {"tib", 0x1p40}};
-    if (!is_scalar(node))
-        return false;
-    size_t digits = strspn(node->text, "0123456789.");
-    char number[64];
-    double value = 0;
-    if (digits == 0 || digits >= sizeof number)
-        return false;
-    memcpy(number, node->text, digits);
-    number[digits] = '\0';
-    if (!ith_yaml_parse_float(number, &value))
-        return false;
-    const char *unit = node->text + digits;
-    unit += strspn(unit, " ");
-    for (size_t i = 0; i < sizeof units / sizeof *units; i++)
-        if (strcasecmp(unit, units[i].unit) == 0) {
-            value *= units[i].bytes;
-            if (!in_range(row, value))
-                return false;
-            *out = (int64_t)value;
-            return true;
-        }
-    return false;
-}
-
-static bool read_flags(const config_row *row, const ith_yaml_node *node, int64_t *out)
-{
-    int64_t flags = 0;
-    if (is_scalar(node) && (strcmp(node->text, "none") == 0 || ith_yaml_is_null(node))) {
-        *out = 0;
-        return true;
-    }
-    for (int64_t i = 0; i < (node->kind == ITH_YAML_SEQ ? node->count : 1); i++) {
-        const ith_yaml_node *item = node->kind == ITH_YAML_SEQ ? node->items[i] : node;
-        int bit = is_scalar(item) ? find_word(row->words, item->text, strlen(item->text)) : -1;
-        if (bit < 0)
-            return false;
-        flags |= (int64_t)1 << bit;
-    }
-    *out = flags;
-    return true;
-}
-
-static bool read_float2(const config_row *row, const ith_yaml_node *node, double out[2])
-{
-    double values[2] = {0, 0};
-    if (node->kind != ITH_YAML_SEQ || node->count != 2)
-        return false;
-    for (int i = 0; i < 2; i++)
-        if (ith_yaml_get_float(node->items[i], "", -(double)INFINITY, (double)INFINITY, &values[i],
-                               NULL) != ITH_OK ||
-            !in_range(row, values[i]))
-            return false;
-    memcpy(out, values, sizeof values);
-    return true;
-}
-
-/* Items of a sequence, or of one text: at commas for KEY_LIST, as a whole for KEY_PATHS. */
-static ith_status read_list(loader *l, int idx, const ith_yaml_node *node, ith_error *err,
-                            ith_config_list *out)
-{
-    bool split = ith_config_rows[idx].kind == KEY_LIST && node->kind == ITH_YAML_SCALAR;
-    int64_t room = node->kind == ITH_YAML_SEQ ? node->count : 1;
-    for (const char *p = node->text; split && *p; p++)
-        room += *p == ',';
-    ith_config_list list = {0};
-    list.items = ith_arena_alloc(&l->origin->arena, room * (int64_t)sizeof *list.items);
-    if (!list.items)
-        return out_of_memory(l);
-    for (int64_t i = 0; node->kind == ITH_YAML_SEQ && i < node->count; i++) {
-        const ith_yaml_node *item = node->items[i];
-        if (!is_scalar(item) || ith_yaml_is_null(item))
-            return fail_type(item, idx, err);
-        ITH_TRY(copy_text(l, item->text, strlen(item->text), &list.items[list.count++]));
-    }
-    if (node->kind == ITH_YAML_SEQ) {
-        *out = list;
-        return ITH_OK;
-    }
-    if (!is_scalar(node))
-        return fail_type(node, idx, err);
-    for (const char *p = node->text; *p;) {
-        p += strspn(p, " ");
-        size_t len = split ? strcspn(p, ",") : strlen(p), used = len;
-        while (used > 0 && p[used - 1] == ' ')
-            used--;
-        if (used > 0)
-            ITH_TRY(copy_text(l, p, used, &list.items[list.count++]));
-        p += len + (p[len] == ',');
-    }
-    *out = list;
-    return ITH_OK;
-}
-
-static ith_status read_plugin_name(loader *l, int idx, const ith_yaml_node *node, ith_error *err)
-{
-    const config_row *row = &ith_config_rows[idx];
-    char found[80], wanted[400];
-    if (!row->words) {
-        const char *name = NULL;
-        if (!is_scalar(node) || ith_yaml_is_null(node))
-            return ith_yaml_fail(node, err, "%s.name: found %s (use text)", row->name,
-                                 ith_yaml_describe(node, found, sizeof found));
-        ITH_TRY(copy_text(l, node->text, strlen(node->text), &name));
-        memcpy(ith_config_field(&l->config, idx), &name, sizeof name);
-        return ITH_OK;
-    }
-    int value = is_scalar(node) ? find_word(row->words, node->text, strlen(node->text)) : -1;
-    if (value < 0) {
-        const char *type = ith_config_key_type(idx, wanted, sizeof wanted);
-        const char *colon = strchr(type, ':');
-        return ith_yaml_fail(node, err, "%s.name: found %s (use%s)", row->name,
-                             ith_yaml_describe(node, found, sizeof found),
-                             colon ? colon + 1 : " a name");
-    }
-    memcpy(ith_config_field(&l->config, idx), &value, sizeof value);
-    return ITH_OK;
-}
-
-static ith_status read_null(loader *l, int idx, const ith_yaml_node *node, ith_error *err)
-{
-    const config_row *row = &ith_config_rows[idx];
-    void *field = ith_config_field(&l->config, idx);
-    if (!row->nullable)
-        return fail_type(node, idx, err);
-    if (row->kind == KEY_INT || row->kind == KEY_SIZE) {
-        *(int64_t *)field = ITH_CONFIG_UNSET;
-    } else if (row->kind == KEY_FLOAT) {
-        *(double *)field = (double)NAN;
-    } else if (row->kind == KEY_TEXT) {
-        const char *none = NULL;
-        memcpy(field, &none, sizeof none);
-    } else if (row->kind == KEY_ENUM) {
-        int unset = -1;
-        memcpy(field, &unset, sizeof unset);
-    } else if (row->kind == KEY_FLAGS) {
-        *(int64_t *)field = 0;
-    } else if (row->kind == KEY_LIST || row->kind == KEY_PATHS) {
-        *(ith_config_list *)field = (ith_config_list){0};
-    }
-    return ITH_OK;
-}
-
-static ith_status read_value(loader *l, int idx, const ith_yaml_node *node, ith_error *err)
-{
-    const config_row *row = &ith_config_rows[idx];
-    void *field = ith_config_field(&l->config, idx);
-    const char *text = NULL;
-    int word = 0;
-    bool ok = false;
-    if (row->kind == KEY_PLUGIN)
-        return read_plugin_name(l, idx, node, err);
-    if (ith_yaml_is_null(node) && !(row->kind == KEY_FLAGS))
-        return read_null(l, idx, node, err);
-    switch (row->kind) {
-    case KEY_BOOL:
-        ok = ith_yaml_get_bool(node, "", (bool *)field, NULL) == ITH_OK;
-        break;
-    case KEY_INT:
-        ok = read_int(row, node, (int64_t *)field);
-        break;
-    case KEY_FLOAT:
-        ok = ith_yaml_get_float(node, "", -(double)INFINITY, (double)INFINITY, (double *)field,
-                                NULL) == ITH_OK &&
-             in_range(row, *(double *)field);
-        break;
-    case KEY_FLOAT2:
-        ok = read_float2(row, node, (double *)field);
-        break;
-    case KEY_SIZE:
-        ok = read_size(row, node, (int64_t *)field);
-        break;
-    case KEY_FLAGS:
-        ok = read_flags(row, node, (int64_t *)field);
-        break;
-    case KEY_ENUM:
-        word = is_scalar(node) ? find_word(row->words, node->text, strlen(node->text)) : -1;
-        ok = word >= 0;
-        if (ok)
-            memcpy(field, &word, sizeof word);
-        break;
-    case KEY_TEXT:
-        ITH_TRY(ith_yaml_get_string(node, row->name, &text, err));
-        ITH_TRY(copy_text(l, text, strlen(text), &text));
-        memcpy(field, &text, sizeof text);
-        return ITH_OK;
-    case KEY_LIST:
-    case KEY_PATHS:
-        return read_list(l, idx, node, err, (ith_config_list *)field);
-    case KEY_PLUGIN:
-        break;
-    }
-    return ok ? ITH_OK : fail_type(node, idx, err);
-}
-
-/* Defaults are YAML texts and take the same way as the user's values. */
-static ith_status read_default(loader *l, int idx, ith_error *err)
-{
-    const char *text = ith_config_rows[idx].default_text;
-    if (text[0] == '[') {
-        ith_yaml yaml = {0};
-        ITH_TRY(ith_yaml_parse(&yaml, text, (int64_t)strlen(text), "default", err));
-        ith_status status = read_value(l, idx, yaml.root, err);
-        ith_yaml_deinit(&yaml);
-        return status;
-    }
-    ith_yaml_node node = {.file = "default", .text = text, .len = (int64_t)strlen(text)};
-    ith_yaml_resolve_plain(&node);
-    if (ith_config_rows[idx].kind == KEY_PLUGIN && node.type == ITH_YAML_NULL)
-        return ITH_OK; /* zero: the "-" word, or no name */
-    return read_value(l, idx, &node, err);
-}
-
-static ith_status read_row(loader *l, int idx)
-{
-    const config_given *given = &l->origin->given[idx];
-    ith_error err = {0};
-    ith_status status = ITH_OK;
-    if (given->value) {
-        status = read_value(l, idx, given->value, &err);
-    } else {
-        status = read_default(l, idx, &err);
-        ITH_ASSERT(status == ITH_OK || status == ITH_ERR_MEMORY);
-    }
-    if (status == ITH_ERR_MEMORY)
-        return ith_fail(l->err, status, "%s",
-                        err.text[0] ? err.text : "out of memory while reading the configuration");
-    return ith_config_add_problem(&l->problems, given->value, status, &err);
-}
-
-/* A key of a map whose name was not given, or names another plugin. Without any name the model may
- * still decide on one (diffusion_config), so the keys have their defaults. */
-static ith_status refuse_row(loader *l, int idx)
-{
-    const config_given *given = &l->origin->given[idx];
-    const config_row *row = &ith_config_rows[idx];
-    int plugin = ith_config_plugin_of(idx);
-    const ith_yaml_node *name = l->origin->given[plugin].value;
-    bool unnamed = !name && strcmp(ith_config_rows[plugin].default_text, "null") == 0;
-    if (!given->value)
-        return unnamed ? read_row(l, idx) : ITH_OK;
-    ith_error err = {0};
-    ith_status status = ITH_OK;
-    if (unnamed)
-        status = ith_yaml_fail(given->key, &err, "%s: %s has no name (add name: %s)", row->name,
-                               ith_config_rows[plugin].name, row->plugins ? row->plugins : "...");
-    else
-        status = ith_yaml_fail(given->key, &err, "%s: belongs to name: %s, not to %s", row->name,
-                               row->plugins ? row->plugins : "...",
-                               name ? name->text : ith_config_rows[plugin].default_text);
-    return ith_config_add_problem(&l->problems, given->key, status, &err);
-}
-
-static ith_status read_rows(loader *l)
-{
-    for (int i = 0; i < ith_config_num_rows; i++)
-        if (ith_config_rows[i].kind == KEY_PLUGIN)
-            ITH_TRY(read_row(l, i));
-    bool names_ok = l->problems.count == 0;
-    for (int i = 0; i < ith_config_num_rows; i++) {
-        if (ith_config_rows[i].kind == KEY_PLUGIN)
-            continue;
-        if (ith_config_row_applies(&l->config, i))
-            ITH_TRY(read_row(l, i));
-        else if (names_ok)
-            ITH_TRY(refuse_row(l, i));
-    }
-    return ITH_OK;
-}
-
 /* ---- notes ---- */
 
 /* One note for a map, none for its single keys. */
-static ith_status add_notes(loader *l)
+static ith_status add_notes(config_loader *l)
 {
     for (int i = 0; i < ith_config_num_rows; i++) {
         bool differs = false;
@@ -935,7 +589,7 @@ static ith_status add_notes(loader *l)
 }
 
 /* outputs/<8 random hexadecimal digits>, as LlamaFactory names it. */
-static ith_status name_output_dir(loader *l)
+static ith_status name_output_dir(config_loader *l)
 {
     if (l->config.output_dir)
         return ITH_OK;
@@ -944,17 +598,17 @@ static ith_status name_output_dir(loader *l)
         return ith_fail(l->err, ITH_ERR_IO, "output_dir: no random name could be made (give one)");
     char name[32];
     int len = snprintf(name, sizeof name, "outputs/%08x", (unsigned)bits);
-    return copy_text(l, name, (size_t)len, &l->config.output_dir);
+    return ith_config_copy_text(l, name, (size_t)len, &l->config.output_dir);
 }
 
-static ith_status load(loader *l, const char *const *overrides, int num_overrides)
+static ith_status load(config_loader *l, const char *const *overrides, int num_overrides)
 {
     ITH_TRY(give_file(l));
     for (int i = 0; i < num_overrides; i++)
         ITH_TRY(give_override(l, overrides[i]));
     if (l->dialect == &ith_dialect_dfactory)
         ITH_TRY(give_lr_min(l));
-    ITH_TRY(read_rows(l));
+    ITH_TRY(ith_config_read_rows(l));
     if (l->problems.count == 0)
         ITH_TRY(ith_config_check_together(&l->config, &l->problems));
     ITH_TRY(report_problems(&l->problems, l->err));
@@ -981,7 +635,7 @@ static void destroy_origin(struct ith_config_origin *origin)
 static ith_status load_yaml(ith_config *out, ith_yaml *file, const char *const *overrides,
                             int num_overrides, ith_error *err)
 {
-    loader *l = NULL;
+    config_loader *l = NULL;
     struct ith_config_origin *origin = NULL;
     ith_status status =
         ith_alloc_zero((void **)&origin, 1, (int64_t)sizeof *origin, "configuration", err);
