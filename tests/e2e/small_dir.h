@@ -263,6 +263,37 @@ static inline ith_status small_train(const ith_config *c, small_seen *seen, ith_
     return status;
 }
 
+/* A run of a model with data into a folder, names below `base`; more than one in turn. */
+typedef struct {
+    small_seen seen; /* news of the last run, rows of all */
+    ith_run_result result;
+    ith_error err;
+} small_job;
+
+static inline small_job *small_job_create(void)
+{
+    small_job *j = ith_calloc(1, sizeof *j);
+    assert_non_null(j);
+    return j;
+}
+
+static inline ith_status small_job_run(small_job *j, const char *base, const char *model,
+                                       const char *data, const char *out, const char *more)
+{
+    ith_config c;
+    ith_buf_clear(&j->seen.news);
+    small_config(&c, small_join(base, model), small_join(base, data), small_join(base, out), more);
+    ith_status status = small_train(&c, &j->seen, &j->result, &j->err);
+    ith_config_deinit(&c);
+    return status;
+}
+
+static inline void small_job_destroy(small_job *j)
+{
+    ith_buf_deinit(&j->seen.news);
+    ith_free(j);
+}
+
 /* The two files hold the same bytes. */
 static inline void assert_same_file(const char *a, const char *b)
 {

@@ -56,18 +56,10 @@ static int compare_dirs(const char *a, const char *b, const char *left_out, cons
 
 static void run(const char *model, const char *out, const char *more)
 {
-    ith_error err = {0};
-    ith_config c;
-    ith_run_result result;
-    small_seen *seen = ith_calloc(1, sizeof *seen);
-    assert_non_null(seen);
-    small_config(&c, small_join(base, model), small_join(base, "data.jsonl"), small_join(base, out),
-                 more);
-    assert_ok(small_train(&c, seen, &result, &err), err);
-    assert_int_equal(result.steps, 1);
-    ith_config_deinit(&c);
-    ith_buf_deinit(&seen->news);
-    ith_free(seen);
+    small_job *j = small_job_create();
+    assert_ok(small_job_run(j, base, model, "data.jsonl", out, more), j->err);
+    assert_int_equal(j->result.steps, 1);
+    small_job_destroy(j);
 }
 
 static const struct export_case {
@@ -346,16 +338,9 @@ static void test_export_save_dtype(void **state)
 static void assert_refused(const char *model, const char *data, const char *out, const char *more,
                            ith_status want, const char *text)
 {
-    ith_error err = {0};
-    ith_config c;
-    ith_run_result result;
-    small_seen *seen = ith_calloc(1, sizeof *seen);
-    assert_non_null(seen);
-    small_config(&c, small_join(base, model), small_join(base, data), small_join(base, out), more);
-    assert_fails(small_train(&c, seen, &result, &err), err, want, text);
-    ith_config_deinit(&c);
-    ith_buf_deinit(&seen->news);
-    ith_free(seen);
+    small_job *j = small_job_create();
+    assert_fails(small_job_run(j, base, model, data, out, more), j->err, want, text);
+    small_job_destroy(j);
 }
 
 static void test_refused_before_training(void **state)
@@ -375,46 +360,33 @@ static void test_refused_before_training(void **state)
 static void test_a_step_of_fewer_samples_than_the_batch(void **state)
 {
     (void)state;
-    ith_error err = {0};
-    ith_config c;
-    ith_run_result result;
-    small_seen *seen = ith_calloc(1, sizeof *seen);
-    assert_non_null(seen);
+    small_job *j = small_job_create();
     small_make_data(small_join(base, "three.jsonl"), 3);
-    small_config(&c, small_join(base, "dense_bf16"), small_join(base, "three.jsonl"),
-                 small_join(base, "three"), "num_train_epochs: 1\nglobal_batch_size: 8\n");
-    assert_ok(small_train(&c, seen, &result, &err), err);
-    assert_int_equal(result.steps, 1);
-    assert_true(isfinite(result.first_loss) && seen->rows[0].grad_norm > 0);
-    ith_config_deinit(&c);
-    ith_buf_deinit(&seen->news);
-    ith_free(seen);
+    assert_ok(small_job_run(j, base, "dense_bf16", "three.jsonl", "three",
+                            "num_train_epochs: 1\nglobal_batch_size: 8\n"),
+              j->err);
+    assert_int_equal(j->result.steps, 1);
+    assert_true(isfinite(j->result.first_loss) && j->seen.rows[0].grad_norm > 0);
+    small_job_destroy(j);
 }
 
 /* Weights that say nothing give the loss of guessing: told once. */
 static void test_guessing_is_told(void **state)
 {
     (void)state;
-    ith_error err = {0};
-    ith_config c;
-    ith_run_result result;
     small_shape shape = small_tied;
     shape.vocab = 320;
     shape.init_range = "0.001";
     small_make_model(small_join(base, "blank"), &shape, &(small_layout){.dtype = ITH_F32});
     static const char *const models[] = {"blank", "dense_f32"};
     for (int k = 0; k < 2; k++) {
-        small_seen *seen = ith_calloc(1, sizeof *seen);
-        assert_non_null(seen);
-        small_config(&c, small_join(base, models[k]), small_join(base, "data.jsonl"),
-                     small_join(base, "guess"), "max_steps: 2\n");
-        assert_ok(small_train(&c, seen, &result, &err), err);
-        const char *told = strstr(seen->news.data, "guessing");
+        small_job *j = small_job_create();
+        assert_ok(small_job_run(j, base, models[k], "data.jsonl", "guess", "max_steps: 2\n"),
+                  j->err);
+        const char *told = strstr(j->seen.news.data, "guessing");
         if ((k == 0) != (told != NULL))
-            fail_msg("%s, first loss %g: %s", models[k], result.first_loss, seen->news.data);
-        ith_config_deinit(&c);
-        ith_buf_deinit(&seen->news);
-        ith_free(seen);
+            fail_msg("%s, first loss %g: %s", models[k], j->result.first_loss, j->seen.news.data);
+        small_job_destroy(j);
     }
 }
 
@@ -422,11 +394,7 @@ static void test_guessing_is_told(void **state)
 static void test_nonfinite_policies(void **state)
 {
     (void)state;
-    ith_error err = {0};
-    ith_config c;
-    ith_run_result result;
-    small_seen *seen = ith_calloc(1, sizeof *seen);
-    assert_non_null(seen);
+    small_job *j = small_job_create();
     small_shape shape = small_dense;
     shape.vocab = 320;
     small_make_model(small_join(base, "poisoned"), &shape, &(small_layout){.dtype = ITH_F32});
@@ -448,18 +416,16 @@ static void test_nonfinite_policies(void **state)
     assert_int_equal(fseek(f, 8 + header + at, SEEK_SET), 0);
     assert_int_equal(fwrite(&nan, 4, 1, f), 1);
     assert_int_equal(fclose(f), 0);
-    small_config(&c, small_join(base, "poisoned"), small_join(base, "data.jsonl"),
-                 small_join(base, "skip"), "max_steps: 3\nnonfinite: skip\nverify: true\n");
-    assert_ok(small_train(&c, seen, &result, &err), err);
-    assert_int_equal(result.skipped, 3);
-    assert_non_null(strstr(seen->news.data, "3 skipped so far"));
-    assert_non_null(strstr(seen->news.data, "verify: backward: gradient of "));
-    ith_config_deinit(&c);
+    assert_ok(small_job_run(j, base, "poisoned", "data.jsonl", "skip",
+                            "max_steps: 3\nnonfinite: skip\nverify: true\n"),
+              j->err);
+    assert_int_equal(j->result.skipped, 3);
+    assert_non_null(strstr(j->seen.news.data, "3 skipped so far"));
+    assert_non_null(strstr(j->seen.news.data, "verify: backward: gradient of "));
     assert_refused("poisoned", "data.jsonl", "stop", "max_steps: 3\nnonfinite: stop\n", ITH_ERR_RUN,
                    "step 1: gradients are not finite");
     assert_false(ith_path_exists(small_join(base, "stop/model.safetensors")));
-    ith_buf_deinit(&seen->news);
-    ith_free(seen);
+    small_job_destroy(j);
 }
 
 static int setup(void **state)

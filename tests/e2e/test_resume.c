@@ -165,98 +165,71 @@ static void test_resume_equals_uninterrupted(void **state)
 static void test_resume_passes_over_a_damaged_checkpoint(void **state)
 {
     (void)state;
-    ith_error err = {0};
-    ith_config c;
-    ith_run_result result;
-    small_seen *seen = ith_calloc(1, sizeof *seen);
+    small_job *j = small_job_create();
     char out[1200], text[2400];
     snprintf(out, sizeof out, "%s/damaged", base);
-    small_config(&c, small_join(base, "dense"), small_join(base, "data.jsonl"), out,
-                 "max_steps: 6\nsave_steps: 2\n");
-    assert_ok(small_train(&c, seen, &result, &err), err);
-    ith_config_deinit(&c);
+    assert_ok(
+        small_job_run(j, base, "dense", "data.jsonl", "damaged", "max_steps: 6\nsave_steps: 2\n"),
+        j->err);
     char broken[1300];
     snprintf(broken, sizeof broken, "%s/checkpoint-6/adam_v.safetensors", out);
     assert_int_equal(truncate(broken, 1000), 0);
     snprintf(text, sizeof text, "max_steps: 6\nresume_from_checkpoint: %s/checkpoint-6\n", out);
-    small_config(&c, small_join(base, "dense"), small_join(base, "data.jsonl"), out, text);
-    assert_fails(small_train(&c, seen, &result, &err), err, ITH_ERR_FORMAT, "adam_v");
-    ith_config_deinit(&c);
-    small_config(&c, small_join(base, "dense"), small_join(base, "data.jsonl"), out,
-                 "max_steps: 6\nresume_from_checkpoint: auto\n");
-    ith_buf_clear(&seen->news);
-    assert_ok(small_train(&c, seen, &result, &err), err);
-    assert_non_null(strstr(seen->news.data, "checkpoint-4"));
-    assert_int_equal(result.steps, 2);
-    ith_config_deinit(&c);
-    ith_buf_deinit(&seen->news);
-    ith_free(seen);
+    assert_fails(small_job_run(j, base, "dense", "data.jsonl", "damaged", text), j->err,
+                 ITH_ERR_FORMAT, "adam_v");
+    assert_ok(small_job_run(j, base, "dense", "data.jsonl", "damaged",
+                            "max_steps: 6\nresume_from_checkpoint: auto\n"),
+              j->err);
+    assert_non_null(strstr(j->seen.news.data, "checkpoint-4"));
+    assert_int_equal(j->result.steps, 2);
+    small_job_destroy(j);
 }
 
 static void test_resume_auto_without_a_checkpoint_starts_anew(void **state)
 {
     (void)state;
-    ith_error err = {0};
-    ith_config c;
-    ith_run_result result;
-    small_seen *seen = ith_calloc(1, sizeof *seen);
-    small_config(&c, small_join(base, "dense"), small_join(base, "data.jsonl"),
-                 small_join(base, "anew"), "max_steps: 1\nresume_from_checkpoint: auto\n");
-    assert_ok(small_train(&c, seen, &result, &err), err);
-    assert_non_null(strstr(seen->news.data, "starting anew"));
-    ith_config_deinit(&c);
-    ith_buf_deinit(&seen->news);
-    ith_free(seen);
+    small_job *j = small_job_create();
+    assert_ok(small_job_run(j, base, "dense", "data.jsonl", "anew",
+                            "max_steps: 1\nresume_from_checkpoint: auto\n"),
+              j->err);
+    assert_non_null(strstr(j->seen.news.data, "starting anew"));
+    small_job_destroy(j);
 }
 
 /* Other data, another batch size, another model: refused, and nothing is changed. */
 static void test_resume_refuses_another_run(void **state)
 {
     (void)state;
-    ith_error err = {0};
-    ith_config c;
-    ith_run_result result;
-    small_seen *seen = ith_calloc(1, sizeof *seen);
-    char out[1200];
-    snprintf(out, sizeof out, "%s/other", base);
-    small_config(&c, small_join(base, "dense"), small_join(base, "data.jsonl"), out,
-                 "max_steps: 2\nsave_steps: 2\n");
-    assert_ok(small_train(&c, seen, &result, &err), err);
-    ith_config_deinit(&c);
+    small_job *j = small_job_create();
+    assert_ok(
+        small_job_run(j, base, "dense", "data.jsonl", "other", "max_steps: 2\nsave_steps: 2\n"),
+        j->err);
     small_make_data(small_join(base, "other.jsonl"), 22);
-    small_config(&c, small_join(base, "dense"), small_join(base, "other.jsonl"), out,
-                 "max_steps: 4\nresume_from_checkpoint: auto\n");
-    ith_status status = small_train(&c, seen, &result, &err);
-    if (status == ITH_OK || !strstr(err.text, "checkpoint-2"))
-        fail_msg("other data: status %d, %s", (int)status, err.text);
-    ith_config_deinit(&c);
-    small_config(&c, small_join(base, "moe"), small_join(base, "data.jsonl"), out,
-                 "max_steps: 4\nresume_from_checkpoint: auto\n");
-    status = small_train(&c, seen, &result, &err);
-    if (status == ITH_OK || !strstr(err.text, "checkpoint-2"))
-        fail_msg("another model: status %d, %s", (int)status, err.text);
-    ith_config_deinit(&c);
-    ith_buf_deinit(&seen->news);
-    ith_free(seen);
+    ith_status status = small_job_run(j, base, "dense", "other.jsonl", "other",
+                                      "max_steps: 4\nresume_from_checkpoint: auto\n");
+    if (status == ITH_OK || !strstr(j->err.text, "checkpoint-2"))
+        fail_msg("other data: status %d, %s", (int)status, j->err.text);
+    status = small_job_run(j, base, "moe", "data.jsonl", "other",
+                           "max_steps: 4\nresume_from_checkpoint: auto\n");
+    if (status == ITH_OK || !strstr(j->err.text, "checkpoint-2"))
+        fail_msg("another model: status %d, %s", (int)status, j->err.text);
+    small_job_destroy(j);
 }
 
 /* save_total_limit keeps the newest, and SAVE asked from outside saves and goes on. */
 static void test_save_limit_and_save_now(void **state)
 {
     (void)state;
-    ith_error err = {0};
-    ith_config c;
-    ith_run_result result;
-    small_seen *seen = ith_calloc(1, sizeof *seen);
+    small_job *j = small_job_create();
     char out[1200];
     snprintf(out, sizeof out, "%s/limit", base);
-    small_config(&c, small_join(base, "dense"), small_join(base, "data.jsonl"), out,
-                 "max_steps: 7\nsave_steps: 2\nsave_total_limit: 2\n");
-    seen->poll_at = 5;
-    seen->poll_bits = ITH_POLL_SAVE;
-    assert_ok(small_train(&c, seen, &result, &err), err);
-    assert_false(result.stopped);
-    assert_int_equal(result.steps, 7);
+    j->seen.poll_at = 5;
+    j->seen.poll_bits = ITH_POLL_SAVE;
+    assert_ok(small_job_run(j, base, "dense", "data.jsonl", "limit",
+                            "max_steps: 7\nsave_steps: 2\nsave_total_limit: 2\n"),
+              j->err);
+    assert_false(j->result.stopped);
+    assert_int_equal(j->result.steps, 7);
     static const struct {
         const char *name;
         bool there;
@@ -268,9 +241,7 @@ static void test_save_limit_and_save_now(void **state)
     for (int i = 0; i < 5; i++)
         if (ith_path_exists(small_join(out, want[i].name)) != want[i].there)
             fail_msg("%s is %s", want[i].name, want[i].there ? "missing" : "still there");
-    ith_config_deinit(&c);
-    ith_buf_deinit(&seen->news);
-    ith_free(seen);
+    small_job_destroy(j);
 }
 
 /* The step loop allocates nothing: between the polls of two steps without rows, saves and
@@ -278,23 +249,17 @@ static void test_save_limit_and_save_now(void **state)
 static void test_run_allocates_nothing_in_the_loop(void **state)
 {
     (void)state;
-    ith_error err = {0};
-    ith_config c;
-    ith_run_result result;
-    small_seen *seen = ith_calloc(1, sizeof *seen);
-    small_config(&c, small_join(base, "moe"), small_join(base, "data.jsonl"),
-                 small_join(base, "allocs"),
-                 "num_train_epochs: 3\nglobal_batch_size: 4\nmicro_batch_size: 2\n"
-                 "logging_steps: 100\nbatching_strategy: packing\n");
-    assert_ok(small_train(&c, seen, &result, &err), err);
-    assert_true(seen->polls > 5);
-    for (int64_t i = 1; i + 1 < seen->polls; i++)
-        if (seen->allocs[i] != seen->allocs[0])
+    small_job *j = small_job_create();
+    assert_ok(small_job_run(j, base, "moe", "data.jsonl", "allocs",
+                            "num_train_epochs: 3\nglobal_batch_size: 4\nmicro_batch_size: 2\n"
+                            "logging_steps: 100\nbatching_strategy: packing\n"),
+              j->err);
+    assert_true(j->seen.polls > 5);
+    for (int64_t i = 1; i + 1 < j->seen.polls; i++)
+        if (j->seen.allocs[i] != j->seen.allocs[0])
             fail_msg("step %lld: %lld allocations since the first step", (long long)i + 1,
-                     (long long)(seen->allocs[i] - seen->allocs[0]));
-    ith_config_deinit(&c);
-    ith_buf_deinit(&seen->news);
-    ith_free(seen);
+                     (long long)(j->seen.allocs[i] - j->seen.allocs[0]));
+    small_job_destroy(j);
 }
 
 static int teardown(void **state)
