@@ -1,4 +1,4 @@
-/* jinja_filters.c - the filters and tests of Jinja2 that chat templates have a use for. */
+/* jinja_filters.c - the filters of Jinja2 that chat templates have a use for. */
 #include "tokenizer/jinja_internal.h"
 
 #include "base/checked.h"
@@ -58,7 +58,7 @@ ith_jj_text ith_jj_want_str(ith_jj_interp *in, const char *what, ith_jj_value v)
     return (ith_jj_text){v.u.s, v.len};
 }
 
-static void no_arguments(ith_jj_interp *in, const char *what, const ith_jj_args *args)
+void ith_jj_no_arguments(ith_jj_interp *in, const char *what, const ith_jj_args *args)
 {
     static const char *const none[] = {NULL};
     ith_jj_bind(in, what, args, none, 0);
@@ -112,26 +112,26 @@ static ith_jj_value change_case(ith_jj_interp *in, ith_jj_value v, ith_jj_case m
 
 static ith_jj_value filter_upper(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'upper'", args);
+    ith_jj_no_arguments(in, "filter 'upper'", args);
     return change_case(in, v, JJ_UPPER);
 }
 
 static ith_jj_value filter_lower(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'lower'", args);
+    ith_jj_no_arguments(in, "filter 'lower'", args);
     return change_case(in, v, JJ_LOWER);
 }
 
 static ith_jj_value filter_capitalize(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'capitalize'", args);
+    ith_jj_no_arguments(in, "filter 'capitalize'", args);
     return change_case(in, v, JJ_CAPITALIZE);
 }
 
 /* Words begin after runs of "-", "(", "{", "[", "<" and whitespace. */
 static ith_jj_value filter_title(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'title'", args);
+    ith_jj_no_arguments(in, "filter 'title'", args);
     ith_jj_value s = ith_jj_to_str(in, v);
     int64_t begin = ith_jj_capture_begin(in);
     bool in_word = false;
@@ -184,7 +184,7 @@ static ith_jj_value filter_replace(ith_jj_interp *in, ith_jj_value v, const ith_
 
 static ith_jj_value filter_escape(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'escape'", args);
+    ith_jj_no_arguments(in, "filter 'escape'", args);
     ith_jj_value s = ith_jj_to_str(in, v);
     if (s.markup)
         return s;
@@ -195,13 +195,13 @@ static ith_jj_value filter_escape(ith_jj_interp *in, ith_jj_value v, const ith_j
 
 static ith_jj_value filter_safe(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'safe'", args);
+    ith_jj_no_arguments(in, "filter 'safe'", args);
     return ith_jj_with_markup(ith_jj_to_str(in, v), true);
 }
 
 static ith_jj_value filter_string(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'string'", args);
+    ith_jj_no_arguments(in, "filter 'string'", args);
     return ith_jj_to_str(in, v);
 }
 
@@ -235,7 +235,7 @@ static ith_jj_value filter_indent(ith_jj_interp *in, ith_jj_value v, const ith_j
 
 static ith_jj_value filter_wordcount(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'wordcount'", args);
+    ith_jj_no_arguments(in, "filter 'wordcount'", args);
     ith_jj_value s = ith_jj_to_str(in, v);
     int64_t count = 0;
     bool in_word = false;
@@ -404,7 +404,7 @@ static ith_jj_value filter_float(ith_jj_interp *in, ith_jj_value v, const ith_jj
 
 static ith_jj_value filter_abs(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'abs'", args);
+    ith_jj_no_arguments(in, "filter 'abs'", args);
     ith_jj_refuse_undefined(in, v);
     if (!ith_jj_is_number(v))
         ith_jj_fail(in, "filter 'abs': a number is needed, not %s", ith_jj_type_name(v));
@@ -465,7 +465,7 @@ static ith_jj_value filter_round(ith_jj_interp *in, ith_jj_value v, const ith_jj
 
 static ith_jj_value filter_length(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'length'", args);
+    ith_jj_no_arguments(in, "filter 'length'", args);
     switch (v.kind) {
     case JJ_UNDEFINED:
         return ith_jj_int(0);
@@ -496,7 +496,7 @@ static ith_jj_value filter_default(ith_jj_interp *in, ith_jj_value v, const ith_
 
 static ith_jj_value filter_first(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'first'", args);
+    ith_jj_no_arguments(in, "filter 'first'", args);
     ith_jj_list *generator =
         v.kind == JJ_LIST && v.u.list->flavor == JJ_SEQ_GENERATOR ? v.u.list : NULL;
     int64_t pos = generator ? generator->pos : 0;
@@ -511,7 +511,7 @@ static ith_jj_value filter_first(ith_jj_interp *in, ith_jj_value v, const ith_jj
 
 static ith_jj_value filter_last(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'last'", args);
+    ith_jj_no_arguments(in, "filter 'last'", args);
     if (v.kind == JJ_LIST && v.u.list->flavor == JJ_SEQ_GENERATOR)
         ith_jj_fail(in, "filter 'last': 'generator' object is not reversible");
     if (v.kind == JJ_STR && v.len > 0)
@@ -523,7 +523,7 @@ static ith_jj_value filter_last(ith_jj_interp *in, ith_jj_value v, const ith_jj_
 
 static ith_jj_value filter_list(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'list'", args);
+    ith_jj_no_arguments(in, "filter 'list'", args);
     ith_jj_list list = ith_jj_iterate(in, v);
     ith_jj_value out = ith_jj_list_new(in, list.count, JJ_SEQ_LIST);
     for (int64_t i = 0; i < list.count; i++)
@@ -533,7 +533,7 @@ static ith_jj_value filter_list(ith_jj_interp *in, ith_jj_value v, const ith_jj_
 
 static ith_jj_value filter_items(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'items'", args);
+    ith_jj_no_arguments(in, "filter 'items'", args);
     if (v.kind != JJ_DICT && v.kind != JJ_UNDEFINED)
         ith_jj_fail(in, "filter 'items': can only get item pairs from a mapping, not from %s",
                     ith_jj_type_name(v));
@@ -566,7 +566,7 @@ static ith_jj_value filter_join(ith_jj_interp *in, ith_jj_value v, const ith_jj_
 
 static ith_jj_value filter_reverse(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
 {
-    no_arguments(in, "filter 'reverse'", args);
+    ith_jj_no_arguments(in, "filter 'reverse'", args);
     if (v.kind == JJ_STR)
         return ith_jj_sequence_slice(in, v, ith_jj_none(), ith_jj_none(), ith_jj_int(-1));
     ith_jj_list list = ith_jj_iterate(in, v);
@@ -849,178 +849,9 @@ static ith_jj_value filter_rejectattr(ith_jj_interp *in, ith_jj_value v, const i
     return select_items(in, v, args, "filter 'rejectattr'", true, false);
 }
 
-/* ---- tests ----------------------------------------------------------------------------------- */
-
-/* Tests of the value's kind alone. */
-typedef enum {
-    IS_DEFINED,
-    IS_UNDEFINED,
-    IS_NONE,
-    IS_STRING,
-    IS_MAPPING,
-    IS_ITERABLE,
-    IS_SEQUENCE,
-    IS_NUMBER,
-    IS_INTEGER,
-    IS_FLOAT,
-    IS_BOOLEAN,
-    IS_TRUE,
-    IS_FALSE,
-    IS_CALLABLE,
-    IS_ESCAPED
-} kind_test;
-
-static bool has_kind(ith_jj_value v, kind_test test)
-{
-    bool is_list = v.kind == JJ_LIST || v.kind == JJ_STR || v.kind == JJ_DICT;
-    switch (test) {
-    case IS_DEFINED:
-        return v.kind != JJ_UNDEFINED;
-    case IS_UNDEFINED:
-        return v.kind == JJ_UNDEFINED;
-    case IS_NONE:
-        return v.kind == JJ_NONE;
-    case IS_STRING:
-        return v.kind == JJ_STR;
-    case IS_MAPPING:
-        return v.kind == JJ_DICT;
-    case IS_ITERABLE: /* an undefined value iterates over nothing, so Jinja says yes */
-        return is_list || v.kind == JJ_UNDEFINED || v.kind == JJ_LOOP;
-    case IS_SEQUENCE:
-        return (is_list && !(v.kind == JJ_LIST && v.u.list->flavor > JJ_SEQ_RANGE)) ||
-               v.kind == JJ_UNDEFINED;
-    case IS_NUMBER:
-        return ith_jj_is_number(v);
-    case IS_INTEGER:
-        return v.kind == JJ_INT;
-    case IS_FLOAT:
-        return v.kind == JJ_FLOAT;
-    case IS_BOOLEAN:
-        return v.kind == JJ_BOOL;
-    case IS_TRUE:
-        return v.kind == JJ_BOOL && v.u.b;
-    case IS_FALSE:
-        return v.kind == JJ_BOOL && !v.u.b;
-    case IS_CALLABLE:
-        return v.kind == JJ_MACRO || v.kind == JJ_BUILTIN || v.kind == JJ_METHOD ||
-               v.kind == JJ_JOINER || v.kind == JJ_UNDEFINED || v.kind == JJ_LOOP;
-    default:
-        return v.kind == JJ_STR && v.markup;
-    }
-}
-
-#define KIND_TEST(NAME, KIND)                                                                      \
-    static ith_jj_value test_##NAME(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)    \
-    {                                                                                              \
-        no_arguments(in, "test '" #NAME "'", args);                                                \
-        return ith_jj_bool(has_kind(v, KIND));                                                     \
-    }
-KIND_TEST(defined, IS_DEFINED)
-KIND_TEST(undefined, IS_UNDEFINED)
-KIND_TEST(none, IS_NONE)
-KIND_TEST(string, IS_STRING)
-KIND_TEST(mapping, IS_MAPPING)
-KIND_TEST(iterable, IS_ITERABLE)
-KIND_TEST(sequence, IS_SEQUENCE)
-KIND_TEST(number, IS_NUMBER)
-KIND_TEST(integer, IS_INTEGER)
-KIND_TEST(float, IS_FLOAT)
-KIND_TEST(boolean, IS_BOOLEAN)
-KIND_TEST(true, IS_TRUE)
-KIND_TEST(false, IS_FALSE)
-KIND_TEST(callable, IS_CALLABLE)
-KIND_TEST(escaped, IS_ESCAPED)
-
-#define COMPARE_TEST(NAME, CMP)                                                                    \
-    static ith_jj_value test_##NAME(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)    \
-    {                                                                                              \
-        static const char *const params[] = {"other", NULL};                                       \
-        ith_jj_bound b = ith_jj_bind(in, "test '" #NAME "'", args, params, 1);                     \
-        return ith_jj_bool(ith_jj_compare(in, CMP, v, b.v[0]));                                    \
-    }
-COMPARE_TEST(eq, JJ_EQ)
-COMPARE_TEST(ne, JJ_NE)
-COMPARE_TEST(lt, JJ_LT)
-COMPARE_TEST(le, JJ_LE)
-COMPARE_TEST(gt, JJ_GT)
-COMPARE_TEST(ge, JJ_GE)
-COMPARE_TEST(in, JJ_IN)
-
-static bool has_remainder(ith_jj_interp *in, ith_jj_value v, ith_jj_value by, ith_jj_value wanted)
-{
-    return ith_jj_equal(in, ith_jj_binary(in, JJ_MOD, v, by), wanted);
-}
-
-static ith_jj_value test_odd(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
-{
-    no_arguments(in, "test 'odd'", args);
-    return ith_jj_bool(has_remainder(in, v, ith_jj_int(2), ith_jj_int(1)));
-}
-
-static ith_jj_value test_even(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
-{
-    no_arguments(in, "test 'even'", args);
-    return ith_jj_bool(has_remainder(in, v, ith_jj_int(2), ith_jj_int(0)));
-}
-
-static ith_jj_value test_divisibleby(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
-{
-    static const char *const params[] = {"num", NULL};
-    ith_jj_bound b = ith_jj_bind(in, "test 'divisibleby'", args, params, 1);
-    return ith_jj_bool(has_remainder(in, v, b.v[0], ith_jj_int(0)));
-}
-
-/* Python's "is": the same object. Small values are one object each. */
-static ith_jj_value test_sameas(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
-{
-    static const char *const params[] = {"other", NULL};
-    ith_jj_value o = ith_jj_bind(in, "test 'sameas'", args, params, 1).v[0];
-    if (v.kind != o.kind)
-        return ith_jj_bool(false);
-    if (v.kind == JJ_STR)
-        return ith_jj_bool(v.len == o.len && (v.u.s == o.u.s || v.len < 2) &&
-                           ith_jj_equal(in, v, o));
-    if (v.kind < JJ_STR)
-        return ith_jj_bool(ith_jj_equal(in, v, o));
-    return ith_jj_bool(v.u.list == o.u.list);
-}
-
-static ith_jj_value test_lower(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
-{
-    no_arguments(in, "test 'lower'", args);
-    ith_jj_value s = ith_jj_to_str(in, v);
-    return ith_jj_bool(ith_jj_all_chars((ith_jj_text){s.u.s, s.len}, JJ_IS_LOWER));
-}
-
-static ith_jj_value test_upper(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
-{
-    no_arguments(in, "test 'upper'", args);
-    ith_jj_value s = ith_jj_to_str(in, v);
-    return ith_jj_bool(ith_jj_all_chars((ith_jj_text){s.u.s, s.len}, JJ_IS_UPPER));
-}
-
-static ith_jj_value test_filter(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
-{
-    no_arguments(in, "test 'filter'", args);
-    ith_jj_text name = ith_jj_want_str(in, "test 'filter'", v);
-    return ith_jj_bool(ith_jj_find_filter(ith_jj_str_copy(in, name.s, name.len).u.s) != NULL);
-}
-
-static ith_jj_value test_test(ith_jj_interp *in, ith_jj_value v, const ith_jj_args *args)
-{
-    no_arguments(in, "test 'test'", args);
-    ith_jj_text name = ith_jj_want_str(in, "test 'test'", v);
-    return ith_jj_bool(ith_jj_find_test(ith_jj_str_copy(in, name.s, name.len).u.s) != NULL);
-}
-
 /* ---- tables ---------------------------------------------------------------------------------- */
 
-typedef struct {
-    const char *name;
-    ith_jj_filter_fn fn;
-} named_fn;
-
-static const named_fn filters[] = {
+static const ith_jj_named_fn filters[] = {
     {"abs", filter_abs},
     {"batch", filter_batch},
     {"capitalize", filter_capitalize},
@@ -1067,50 +898,7 @@ static const named_fn filters[] = {
     {NULL, NULL},
 };
 
-static const named_fn tests[] = {
-    {"!=", test_ne},
-    {"<", test_lt},
-    {"<=", test_le},
-    {"==", test_eq},
-    {">", test_gt},
-    {">=", test_ge},
-    {"boolean", test_boolean},
-    {"callable", test_callable},
-    {"defined", test_defined},
-    {"divisibleby", test_divisibleby},
-    {"eq", test_eq},
-    {"equalto", test_eq},
-    {"escaped", test_escaped},
-    {"even", test_even},
-    {"false", test_false},
-    {"filter", test_filter},
-    {"float", test_float},
-    {"ge", test_ge},
-    {"greaterthan", test_gt},
-    {"gt", test_gt},
-    {"in", test_in},
-    {"integer", test_integer},
-    {"iterable", test_iterable},
-    {"le", test_le},
-    {"lessthan", test_lt},
-    {"lower", test_lower},
-    {"lt", test_lt},
-    {"mapping", test_mapping},
-    {"ne", test_ne},
-    {"none", test_none},
-    {"number", test_number},
-    {"odd", test_odd},
-    {"sameas", test_sameas},
-    {"sequence", test_sequence},
-    {"string", test_string},
-    {"test", test_test},
-    {"true", test_true},
-    {"undefined", test_undefined},
-    {"upper", test_upper},
-    {NULL, NULL},
-};
-
-static ith_jj_filter_fn find_named(const named_fn *table, const char *name)
+ith_jj_filter_fn ith_jj_find_named(const ith_jj_named_fn *table, const char *name)
 {
     for (; table->name; table++)
         if (strcmp(table->name, name) == 0)
@@ -1120,10 +908,5 @@ static ith_jj_filter_fn find_named(const named_fn *table, const char *name)
 
 ith_jj_filter_fn ith_jj_find_filter(const char *name)
 {
-    return find_named(filters, name);
-}
-
-ith_jj_filter_fn ith_jj_find_test(const char *name)
-{
-    return find_named(tests, name);
+    return ith_jj_find_named(filters, name);
 }

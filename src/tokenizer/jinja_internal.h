@@ -442,6 +442,11 @@ void ith_jj_refuse_undefined(ith_jj_interp *in, ith_jj_value v);
 /* Filters, tests, methods, globals: NULL when unknown. */
 typedef ith_jj_value (*ith_jj_filter_fn)(ith_jj_interp *in, ith_jj_value v,
                                          const ith_jj_args *args);
+typedef struct {
+    const char *name;
+    ith_jj_filter_fn fn;
+} ith_jj_named_fn;
+ith_jj_filter_fn ith_jj_find_named(const ith_jj_named_fn *table, const char *name);
 ith_jj_filter_fn ith_jj_find_filter(const char *name);
 ith_jj_filter_fn ith_jj_find_test(const char *name);
 ith_jj_method_fn ith_jj_find_method(ith_jj_value self, const char *name);
@@ -458,6 +463,7 @@ typedef struct {
 } ith_jj_bound;
 ith_jj_bound ith_jj_bind(ith_jj_interp *in, const char *what, const ith_jj_args *args,
                          const char *const *params, int64_t num_required);
+void ith_jj_no_arguments(ith_jj_interp *in, const char *what, const ith_jj_args *args);
 int64_t ith_jj_want_int(ith_jj_interp *in, const char *what, ith_jj_value v);
 ith_jj_text ith_jj_want_str(ith_jj_interp *in, const char *what, ith_jj_value v);
 
