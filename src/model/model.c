@@ -66,7 +66,7 @@ ith_status ith_model_add_piece(ith_model *model, const char *hf_name, int32_t pa
 
 void ith_model_set_f32(ith_model *model)
 {
-    model->params[model->num_params - 1].is_f32 = true;
+    model->params[model->num_params - 1].is_f32 = model->dtype != ITH_F32;
 }
 
 void ith_model_set_init(ith_model *model, ith_init init)
@@ -89,8 +89,6 @@ static void assign_places(ith_model *model)
         if (!f32)
             model->num_act = model->num_elements;
     }
-    if (model->dtype == ITH_F32)
-        model->num_act = model->num_elements;
 }
 
 static bool begins_with(const char *text, const char *prefix)

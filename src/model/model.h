@@ -27,7 +27,7 @@ typedef struct {
     int ndim;
     int64_t shape[3];
     int64_t first;      /* its first element in the flat buffers; a multiple of 64 */
-    bool is_f32;        /* kept in f32 whatever the model's type (A_log): behind all others */
+    bool is_f32;        /* in f32 in a bf16 model (A_log): behind all others */
     bool is_frozen;     /* see ith_model_freeze */
     ith_tensor w, grad; /* views, set by ith_model_place; grad absent when not training */
 } ith_param;

@@ -17,17 +17,37 @@ typedef struct {
     bool tied, norm_topk;
     const char *more;       /* further members of config.json, ", \"key\": value", or NULL */
     const char *init_range; /* initializer_range; NULL: 0.15 */
+    const char *type;       /* model_type; NULL: qwen3 or qwen3_moe */
 } small_shape;
 
-static const small_shape small_dense = {211, 48, 3, 4,     2,     16,   80,
-                                        0,   0,  0, false, false, NULL, NULL};
-static const small_shape small_tied = {211, 40, 2, 2, 1, 24, 72, 0, 0, 0, true, false, NULL, NULL};
-static const small_shape small_moe = {211, 48, 2, 4, 2, 16, 80, 8, 2, 24, false, true, NULL, NULL};
-static const small_shape small_moe_raw = {211, 48, 2,  4,    2,     16,   80,
-                                          8,   3,  24, true, false, NULL, NULL};
+static const small_shape small_dense = {211, 48, 3,     4,     2,    16,   80,  0,
+                                        0,   0,  false, false, NULL, NULL, NULL};
+static const small_shape small_tied = {211, 40, 2,    2,     1,    24,   72,  0,
+                                       0,   0,  true, false, NULL, NULL, NULL};
+static const small_shape small_moe = {211, 48, 2,     4,    2,    16,   80,  8,
+                                      2,   24, false, true, NULL, NULL, NULL};
+static const small_shape small_moe_raw = {211, 48, 2,    4,     2,    16,   80,  8,
+                                          3,   24, true, false, NULL, NULL, NULL};
+
+/* Layers with a state around one of attention. */
+static const small_shape small_linear = {
+    .vocab = 211,
+    .hidden = 24,
+    .layers = 3,
+    .heads = 4,
+    .kv_heads = 2,
+    .head_dim = 16,
+    .inter = 40,
+    .type = "qwen3_5_text",
+    .more = ", \"layer_types\": [\"linear_attention\", \"full_attention\", \"linear_attention\"],"
+            " \"linear_num_key_heads\": 2, \"linear_num_value_heads\": 4, "
+            "\"linear_key_head_dim\": 8, \"linear_value_head_dim\": 12, "
+            "\"linear_conv_kernel_dim\": 4, \"rope_parameters\": {\"rope_theta\": 10000.0, "
+            "\"partial_rotary_factor\": 0.5, \"mrope_section\": [2, 1, 1]}"};
 
 static inline void small_config_text(const small_shape *s, ith_buf *out)
 {
+    const char *type = s->type ? s->type : s->experts ? "qwen3_moe" : "qwen3";
     ith_buf_printf(out,
                    "{\"architectures\": [\"%s\"], \"model_type\": \"%s\", \"vocab_size\": %lld, "
                    "\"hidden_size\": %lld, \"num_hidden_layers\": %lld, "
@@ -36,10 +56,12 @@ static inline void small_config_text(const small_shape *s, ith_buf *out)
                    "\"rms_norm_eps\": 1e-6, \"rope_theta\": 10000.0, "
                    "\"max_position_embeddings\": 4096, \"tie_word_embeddings\": %s, "
                    "\"initializer_range\": %s, \"attention_bias\": false",
-                   s->experts ? "Qwen3MoeForCausalLM" : "Qwen3ForCausalLM",
-                   s->experts ? "qwen3_moe" : "qwen3", (long long)s->vocab, (long long)s->hidden,
-                   (long long)s->layers, (long long)s->heads, (long long)s->kv_heads,
-                   (long long)s->head_dim, (long long)s->inter, s->tied ? "true" : "false",
+                   s->type      ? "Qwen3_5ForCausalLM"
+                   : s->experts ? "Qwen3MoeForCausalLM"
+                                : "Qwen3ForCausalLM",
+                   type, (long long)s->vocab, (long long)s->hidden, (long long)s->layers,
+                   (long long)s->heads, (long long)s->kv_heads, (long long)s->head_dim,
+                   (long long)s->inter, s->tied ? "true" : "false",
                    s->init_range ? s->init_range : "0.15");
     if (s->experts)
         ith_buf_printf(out,

@@ -90,7 +90,7 @@ static int setup(void **state)
 {
     (void)state;
     base = small_setup("resident");
-    small_shape shape = {320, 512, 4, 8, 4, 64, 1536, 0, 0, 0, false, false, NULL, NULL};
+    small_shape shape = {320, 512, 4, 8, 4, 64, 1536, 0, 0, 0, false, false, NULL, NULL, NULL};
     small_make_model(small_join(base, "model"), &shape, &(small_layout){.dtype = ITH_BF16});
     small_make_data(small_join(base, "data.jsonl"), 60);
     return 0;

@@ -144,8 +144,8 @@ typedef struct {
 
 typedef struct {
     double loss[STEPS], norm[STEPS], eval[STEPS];
-    float *state[4]; /* weights, master or NULL, m, v */
-    int64_t n;
+    float *state[4]; /* weights but those in f32 beside others, master or NULL, m, v */
+    int64_t n[4];
 } outcome;
 
 static void outcome_free(outcome *o)
@@ -203,10 +203,11 @@ static outcome run(const small_shape *shape, how h, late_device *late)
             assert_ok(ith_step_eval(r.step, &whole, &o.eval[step]), r.err);
     }
     assert_ok(ith_step_settle(r.step), r.err);
-    o.n = r.model->num_elements;
     const ith_tensor state[4] = {r.model->w, r.step->master, r.step->m, r.step->v};
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 4; i++) {
         o.state[i] = state[i].ndim ? small_floats(&r, state[i]) : NULL;
+        o.n[i] = state[i].ndim ? ith_numel(state[i]) : 0;
+    }
     small_batch_free(&whole);
     small_close(&r);
     return o;
@@ -225,7 +226,7 @@ static void assert_equal(const outcome *a, const outcome *b, const char *what)
                      b->eval[i]);
     }
     for (int k = 0; k < 4; k++)
-        for (int64_t i = 0; a->state[k] && i < a->n; i++)
+        for (int64_t i = 0; i < a->n[k]; i++)
             if (memcmp(&a->state[k][i], &b->state[k][i], 4) != 0 || !isfinite(a->state[k][i]))
                 fail_msg("%s: %s, element %lld is %.9g and %.9g", what, names[k], (long long)i,
                          (double)a->state[k][i], (double)b->state[k][i]);
@@ -243,6 +244,8 @@ static void test_update_beside_is_bit_equal(void **state)
         {"dense, f32, two micro-batches", &small_dense, {ITH_F32, ITH_KEEP_ALL, true, false}},
         {"tied, bf16 states", &small_tied, {ITH_BF16, ITH_KEEP_ATTENTION, false, true}},
         {"tied, two micro-batches", &small_tied, {ITH_BF16, ITH_KEEP_INPUT, true, false}},
+        {"states, f32", &small_linear, {ITH_F32, ITH_KEEP_ALL, false, false}},
+        {"states, bf16", &small_linear, {ITH_BF16, ITH_KEEP_ALL, true, false}},
         {"experts, inputs on the host", &small_moe, {ITH_BF16, ITH_KEEP_HOST, true, false}},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
