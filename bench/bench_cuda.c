@@ -856,10 +856,64 @@ static ith_status walk_delta(bench *b)
     return ITH_OK;
 }
 
+/* ---- decoding ---- */
+
+static ith_status decode(bench *b, const args *a)
+{
+    return ith_attention_decode(b->ctx, a->t[0], ith_tensor_none(), a->t[1], a->t[2], a->t[3],
+                                a->t[4], 0.09f);
+}
+
+/* New queries against caches of all lengths; the floor is the caches' bytes. 32 queries of one
+ * cache: a block of a diffusion model. */
+static ith_status walk_decode(bench *b)
+{
+    static const struct {
+        const char *name;
+        int64_t batch, capacity; /* sequences, or queries of one cache */
+        bool shared;
+    } caches[] = {{"decode 1K", 1, 1 << 10, false},       {"decode 16K", 1, 1 << 14, false},
+                  {"decode 128K", 1, 1 << 17, false},     {"decode 1M", 1, 1 << 20, false},
+                  {"decode 32 x 4K", 32, 1 << 12, false}, {"decode 32 of 16K", 32, 1 << 14, true}};
+    static const model shapes[] = {{"Qwen3-4B", 0, 0, 32, 8, 128, 0},
+                                   {"Qwen3.5", 0, 0, 16, 2, 256, 0},
+                                   {"LLaDA2", 0, 0, 16, 4, 128, 0},
+                                   {"head of 64", 0, 0, 8, 1, 64, 0}};
+    int64_t mark = ith_plan_mark(b->ctx->plan, ITH_MEM_ACTIVATIONS);
+    ith_tensor k, v, q, o;
+    ITH_TRY(make(b, ITH_BF16, 1 << 20, 8 * 128, &k));
+    ITH_TRY(make(b, ITH_BF16, 1 << 20, 8 * 128, &v));
+    ITH_TRY(make(b, ITH_BF16, 32, 32 * 128, &q));
+    ITH_TRY(make(b, ITH_BF16, 32, 32 * 128, &o));
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        const model *m = b->m = &shapes[i];
+        for (size_t j = 0; j < sizeof caches / sizeof *caches; j++) {
+            int64_t n = caches[j].batch, capacity = caches[j].capacity;
+            int64_t kept = (caches[j].shared ? 1 : n) * capacity * m->heads_kv * m->head_dim;
+            int32_t lengths[32];
+            args a = {
+                .t = {ith_tensor_3d(o.data, ITH_BF16, n, m->heads_q, m->head_dim),
+                      ith_tensor_3d(q.data, ITH_BF16, n, m->heads_q, m->head_dim),
+                      ith_tensor_4d(k.data, ITH_BF16, 4, n, capacity, m->heads_kv, m->head_dim),
+                      ith_tensor_4d(v.data, ITH_BF16, 4, n, capacity, m->heads_kv, m->head_dim)}};
+            for (int s = 0; s < 32; s++)
+                lengths[s] = (int32_t)capacity;
+            if (caches[j].shared)
+                a.t[2].stride[0] = a.t[3].stride[0] = 0;
+            ITH_TRY(make_ints(b, lengths, n, &a.t[4]));
+            ITH_TRY(timed(b, caches[j].name, decode, &a, 4.0 * (double)kept, 0, 1));
+        }
+    }
+    ith_plan_release(b->ctx->plan, ITH_MEM_ACTIVATIONS, mark);
+    return ITH_OK;
+}
+
 static ith_status walk(bench *b)
 {
     if (strncmp(b->only, "gdn", 3) == 0) /* without the memory of all others */
         return walk_delta(b);
+    if (strncmp(b->only, "decode", 6) == 0)
+        return walk_decode(b);
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
         const model *m = b->m = &models[i];
         int64_t q_cols = m->heads_q * m->head_dim, kv_cols = m->heads_kv * m->head_dim;

@@ -495,13 +495,13 @@ static ith_status attention_window_backward(op_run *r, const int64_t *a)
     return window_attention(r, a, true);
 }
 
-enum { DEC_B, DEC_NEW, DEC_C, DEC_HQ, DEC_HKV, DEC_DH, DEC_PART };
+enum { DEC_B, DEC_NEW, DEC_C, DEC_HQ, DEC_HKV, DEC_DH, DEC_PART, DEC_SHARED };
 
-/* Lengths: full, idle, and random ones that hold the new rows. */
+/* Lengths: full, idle, and random ones that hold the new rows. shared: all have one cache. */
 static ith_status attention_decode(op_run *r, const int64_t *a)
 {
     int64_t rows = a[DEC_B] * a[DEC_NEW];
-    int64_t cache[4] = {a[DEC_B], a[DEC_C], a[DEC_HKV], a[DEC_DH]};
+    int64_t cache[4] = {a[DEC_SHARED] ? 1 : a[DEC_B], a[DEC_C], a[DEC_HKV], a[DEC_DH]};
     ith_tensor o =
         heads(r, OP_OUT, a[DEC_PART] ? OP_STAT : OP_ACT, "o", NULL, rows, a[DEC_HQ], a[DEC_DH], 0);
     ith_tensor lse = a[DEC_PART] ? matrix(r, OP_OUT, OP_STAT, "lse", NULL, rows, a[DEC_HQ], 0)
@@ -509,8 +509,8 @@ static ith_status attention_decode(op_run *r, const int64_t *a)
     ith_tensor q = heads(r, OP_IN, OP_ACT, "q", op_normal, rows, a[DEC_HQ], a[DEC_DH], 8);
     ith_tensor k = op_make(r, OP_IN, OP_ACT, "k_cache", op_normal, 4, cache, 0);
     ith_tensor v = op_make(r, OP_IN, OP_ACT, "v_cache", op_normal, 4, cache, 0);
-    int32_t lengths[16] = {0};
-    ITH_ASSERT(a[DEC_B] <= 16);
+    int32_t lengths[32] = {0};
+    ITH_ASSERT(a[DEC_B] <= 32);
     for (int64_t b = 0; b < a[DEC_B]; b++)
         lengths[b] = (int32_t)(a[DEC_NEW] +
                                ith_rng_below(r->seed, 77, (uint64_t)b, a[DEC_C] - a[DEC_NEW] + 1));
@@ -519,6 +519,9 @@ static ith_status attention_decode(op_run *r, const int64_t *a)
         lengths[1] = 0;
     ith_tensor len = op_ints(r, "lengths", lengths, OP_VECTOR, a[DEC_B]);
     OP_READY(r);
+    k.shape[0] = v.shape[0] = a[DEC_B];
+    if (a[DEC_SHARED])
+        k.stride[0] = v.stride[0] = 0;
     return ith_attention_decode(r->ctx, o, lse, q, k, v, len, 1 / sqrtf((float)a[DEC_DH]));
 }
 
@@ -1095,7 +1098,7 @@ FAMILY(attention_blocks_backward, false, FLOOR_ATTENTION, "docs block keep Hq Hk
 FAMILY(attention_window_forward, false, FLOOR_PARTS, "docs block keep Hq Hkv Dh q0 q1 k0 k1")
 FAMILY(attention_window_backward, false, FLOOR_PARTS, "docs block keep Hq Hkv Dh q0 q1 k0 k1")
 FAMILY(attention_merge, false, FLOOR, "T Hq Dh")
-FAMILY(attention_decode, false, FLOOR_ATTENTION, "B new C Hq Hkv Dh part")
+FAMILY(attention_decode, false, FLOOR, "B new C Hq Hkv Dh part shared")
 FAMILY(swiglu_forward, false, FLOOR, "T I pad")
 FAMILY(swiglu_backward, false, FLOOR, "T I pad h alias")
 FAMILY(gather_rows, true, 0, "M T D pad kind")
@@ -1155,6 +1158,8 @@ static const op_case cases[] = {
 
 /* Seconds to minutes each in the reference. */
 static const op_case long_cases[] = {
+    C(attention_decode, 1, 1, 100000, 8, 1, 64),
+    C(attention_decode, 1, 2, 100000, 2, 1, 128, 1),
     C(gated_delta_rule_forward, 10, 1, 2, 128, 128, 1, 1),
     C(gated_delta_rule_forward, 11, 1, 1, 128, 128, 1, 0),
     C(gated_delta_rule_forward, 12, 1, 1, 128, 128, 0, 0),

@@ -16,6 +16,9 @@ enum { PLANNED_DOCS = 1024, LIBRARY_SLACK_BYTES = 16 << 20 };
 ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor lse, ith_tensor q,
                                      ith_tensor k_cache, ith_tensor v_cache, ith_tensor lengths,
                                      float scale);
+int64_t ith_cuda_attention_decode_workspace(ith_ctx *ctx, ith_tensor o, ith_tensor lse,
+                                            ith_tensor q, ith_tensor k_cache, ith_tensor v_cache,
+                                            ith_tensor lengths, float scale);
 
 typedef enum { WAY_PLAIN, WAY_STREAM, WAY_BATCH, WAY_PACKED } way;
 
@@ -302,4 +305,5 @@ void ith_cuda_fill_attention(struct ith_backend *b)
     b->attention_backward.run = attention_backward;
     b->attention_backward.workspace = attention_backward_workspace;
     b->attention_decode.run = ith_cuda_attention_decode;
+    b->attention_decode.workspace = ith_cuda_attention_decode_workspace;
 }

@@ -111,14 +111,10 @@ __device__ __forceinline__ void copies_end()
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-__device__ __forceinline__ void copies_wait_but_last()
+/* But for the LEFT last groups. */
+template <int LEFT = 0> __device__ __forceinline__ void copies_wait()
 {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-}
-
-__device__ __forceinline__ void copies_wait()
-{
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
 /* Butterfly sum over groups of `width` lanes (a power of two): every lane gets the same bits. */

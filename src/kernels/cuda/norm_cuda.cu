@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(TEAM == 32 ? 128 : TEAM, TEAM == 512 ? 1 : 4)
         float dot = 0, r = r_next;
         fetch<T, N, ITEMS, TEAM>(buffers + (1 - side) * places, a, row + teams, x, dy, dres);
         r_next = row + teams < a.rows ? rstd[row + teams] : 0.0f;
-        copies_wait_but_last();
+        copies_wait<1>();
 #pragma unroll
         for (int i = 0; i < ITEMS; i++) {
             int64_t d = (int64_t)(i * TEAM + lane) * N;

@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(THREADS, 4) rope_backward(const __grid_constan
         fetch<T, N, ITEMS, STEPS>(buffers + (1 - side) * PLACES, next, a, p, after, p_after);
         copies_end();
         p_after = a.ids[later.t]; /* the angles' addresses wait for it */
-        copies_wait_but_last();
+        copies_wait<1>();
         float lo[STEPS][ITEMS][N], hi[STEPS][ITEMS][N], dot[STEPS] = {};
 #pragma unroll
         for (int h = 0; h < STEPS; h++)
