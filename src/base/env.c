@@ -20,8 +20,8 @@ const ith_env_row ith_env_table[ITH_ENV_COUNT] = {
          "comma-separated"},
     [ITH_ENV_THREADS] = {"ITH_THREADS", "all cores", "number of compute threads"},
     [ITH_ENV_CPU] = {"ITH_CPU", "best",
-                     "CPU kernels: ref (plain C), generic, avx2, avx512, avx512bf16, amx; the "
-                     "machine's best when unset"},
+                     "CPU kernels: ref (plain C), generic, avx2, avx512, avx512bf16, amx; "
+                     "unset: the best but amx"},
     [ITH_ENV_ALLOW_EXTRA_KEYS] =
         {"ALLOW_EXTRA_KEYS", "0",
          "unknown top-level configuration keys are ignored instead of being an error"},
