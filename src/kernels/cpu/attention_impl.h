@@ -196,18 +196,8 @@ INLINE VI flash_hidden(const flash *f, int part, int64_t c, int64_t j)
     return (key < lo) | (key >= hi);
 }
 
-/* The multiple of ln 2 next to x; x itself where a float has no room for one. */
-INLINE V flash_base(V x)
-{
-    const V magic = v_set(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    V n = x * v_set(1.44269504088896341f) + magic - magic;
-    VI small = (x > v_set(-0x1p20f)) & (x < v_set(0x1p20f));
-    return v_select(small, n * v_set(0.693147180559945309f), x);
-}
-
 /* Online softmax of n rows, VW columns: scaled and masked scores, new maximum, P, rescaled sum
- * and output. The maximum is rounded to a multiple of ln 2: another one scales P by a power of two,
- * so that which keys come together does not change how P is rounded to bf16. */
+ * and output. */
 static void flash_softmax(const flash *f, int part, int64_t j0, int64_t n, int64_t c, float scale,
                           bool masked, bool first)
 {
@@ -221,7 +211,6 @@ static void flash_softmax(const flash *f, int part, int64_t j0, int64_t n, int64
         memcpy(at, &x, sizeof x);
         top = v_max(top, x);
     }
-    top = flash_base(top);
     /* A query that has seen no key yet: -inf - -inf is no number. */
     V base = masked ? v_select(top == none, v_set(0.0f), top) : top;
     V alpha = first ? v_set(0.0f) : v_exp(old - base);

@@ -160,45 +160,6 @@ static void test_attention_threads_and_packing_same_bits(void **state)
     ith_cpu_level_set(NULL);
 }
 
-/* Goal: keys in two parts whose results are merged, as ranks of a ring do, give what all keys give
- * at once, but for rounding of f32 (NMSE 1e-14): where P is rounded to bf16, its errors (1e-7) do
- * not depend on which keys came together. */
-static void test_attention_in_parts_rounds_alike(void **state)
-{
-    (void)state;
-    ith_error err = {0};
-    const attention_case c = {4, 2, 32, 1, {0, 270}, true};
-    const int64_t t = 270, cuts[] = {1, 100, 130, 256};
-    for (int l = 0; l < NUM_CPU_LEVELS; l++)
-        for (size_t i = 0; i < sizeof cuts / sizeof *cuts && cpu_level_set(cpu_levels[l]); i++) {
-            attention a = make(&c, ITH_BF16, 0);
-            ith_ctx ctx = ith_ctx_host(ith_backend_cpu(), NULL, &err);
-            ith_tensor o[3], lse[3]; /* of all keys, of those before the cut, of those behind it */
-            const int64_t first[] = {0, 0, cuts[i]}, end[] = {t, cuts[i], t};
-            for (int part = 0; part < 3; part++) {
-                ith_seqs seqs = seqs_of(c.cu, 1);
-                seqs.window = true;
-                seqs.k_first = first[part];
-                o[part] = cpu_tensor(ITH_F32, 3, t, c.hq, c.dim, 0);
-                lse[part] = cpu_tensor(ITH_F32, 2, t, c.hq, 1, 0);
-                assert_ok(ith_attention_forward(&ctx, o[part], lse[part], a.q,
-                                                ith_row_range(a.k, first[part], end[part]),
-                                                ith_row_range(a.v, first[part], end[part]), seqs,
-                                                0.4f, true),
-                          err);
-            }
-            assert_ok(ith_attention_merge(&ctx, o[1], lse[1], o[2], lse[2]), err);
-            assert_near(o[1], o[0], 1e-9, "o of two parts");
-            assert_near(lse[1], lse[0], 1e-12, "lse of two parts");
-            for (int part = 0; part < 3; part++) {
-                ith_free(o[part].data);
-                ith_free(lse[part].data);
-            }
-            drop(&a);
-        }
-    ith_cpu_level_set(NULL);
-}
-
 /* Goal: decoding equals the reference in double, with several new queries and unequal lengths. */
 static void test_attention_decode_matches_double(void **state)
 {
@@ -241,7 +202,6 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_attention_all_levels_match_double),
         cmocka_unit_test(test_attention_threads_and_packing_same_bits),
-        cmocka_unit_test(test_attention_in_parts_rounds_alike),
         cmocka_unit_test(test_attention_decode_matches_double),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
