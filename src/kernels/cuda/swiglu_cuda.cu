@@ -2,27 +2,50 @@
 #include "kernels/cuda/common.cuh"
 
 enum { THREADS = 256 };
+/* Forward: a block takes FORWARD_THREADS pieces of ROWS rows, so that each thread has four loads on
+ * their way. */
+enum { FORWARD_THREADS = 128, ROWS = 2 };
 
 __device__ __forceinline__ float sigmoid(float x)
 {
     return 1.0f / (1.0f + expf(-x)); /* e^-x = inf gives 0, as it should */
 }
 
-template <typename T, int N>
-__global__ void swiglu_fwd(T *__restrict__ h, const T *__restrict__ gate_up, int64_t rows,
-                           int64_t width, int64_t h_row, int64_t gate_row)
+/* For bf16, which cannot tell it from the exact one. */
+template <typename T> __device__ __forceinline__ float sigmoid_for(float x)
 {
-    int64_t pieces = width / N, n = rows * pieces;
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < n;
-         i += (int64_t)gridDim.x * blockDim.x) {
-        int64_t t = i / pieces, d = (i - t * pieces) * N;
-        float gate[N], up[N];
-        load_f32<T, N>(gate, gate_up + t * gate_row + d);
-        load_f32<T, N>(up, gate_up + t * gate_row + width + d);
+    return sizeof(T) == 2 ? __fdividef(1.0f, 1.0f + __expf(-x)) : sigmoid(x);
+}
+
+/* columns: blocks beside each other. */
+template <typename T, int N>
+__global__ void __launch_bounds__(FORWARD_THREADS)
+    swiglu_fwd(T *__restrict__ h, const T *__restrict__ gate_up, int64_t rows, int64_t width,
+               int64_t h_row, int64_t gate_row, uint32_t columns)
+{
+    uint32_t group = blockIdx.x / columns;
+    int64_t d = ((int64_t)(blockIdx.x - group * columns) * FORWARD_THREADS + threadIdx.x) * N;
+    int64_t t0 = (int64_t)group * ROWS;
+    vec<T, N> gate[ROWS] = {}, up[ROWS] = {};
+    if (d >= width)
+        return;
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            up[j] *= round_to<T>(gate[j] * sigmoid(gate[j]));
-        store_f32<T, N>(h + t * h_row + d, up);
+    for (int i = 0; i < ROWS; i++)
+        if (t0 + i < rows) {
+            const T *from = gate_up + (t0 + i) * gate_row + d;
+            gate[i] = *reinterpret_cast<const vec<T, N> *>(from);
+            up[i] = *reinterpret_cast<const vec<T, N> *>(from + width);
+        }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+        float out[N];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            float x = to_f32(gate[i].v[j]);
+            out[j] = round_to<T>(x * sigmoid_for<T>(x)) * to_f32(up[i].v[j]);
+        }
+        if (t0 + i < rows)
+            store_f32<T, N>(h + (t0 + i) * h_row + d, out);
     }
 }
 
@@ -66,10 +89,12 @@ static ith_status swiglu_forward(ith_ctx *ctx, ith_tensor h, ith_tensor gate_up)
     if (rows * width == 0)
         return ITH_OK;
     bool wide = rows_aligned(h, n) && halves_aligned(gate_up, n);
+    int64_t columns = ith_div_ceil(width, FORWARD_THREADS * (wide ? n : 1));
+    unsigned blocks = (unsigned)(columns * ith_div_ceil(rows, ROWS));
 #define LAUNCH(N)                                                                                  \
-    swiglu_fwd<T, N>                                                                               \
-        <<<grid_of(rows *width, THREADS *N, 1 << 20), THREADS, 0, ith_cuda_stream(ctx)>>>(         \
-            (T *)h.data, (const T *)gate_up.data, rows, width, h.stride[0], gate_up.stride[0])
+    swiglu_fwd<T, N><<<blocks, FORWARD_THREADS, 0, ith_cuda_stream(ctx)>>>(                        \
+        (T *)h.data, (const T *)gate_up.data, rows, width, h.stride[0], gate_up.stride[0],         \
+        (uint32_t)columns)
     ITH_BY_WIDTH(h.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, gate_up);
