@@ -17,13 +17,13 @@
 #include "kernels/cuda/hopper.cuh"
 
 enum { THREADS = 256, MAX_DIM = 512 };             /* of a block; of a head */
-enum { PIECE_KEYS = 256, MAX_PIECES = 1024 };      /* a piece has no fewer of the capacity */
+enum { PIECE_KEYS = 128, MAX_PIECES = 1024 };      /* a piece has no fewer of the capacity */
 enum { WARPS = 4, STEP = 16, RING_BYTES = 24576 }; /* STEP: keys a warp takes; ring: of a warp */
 
 struct decode_args {
-    int64_t caches, rows;    /* rows of queries for each */
-    int64_t queries;         /* of a length; the last of them sees all of it */
-    int64_t heads, kv_heads; /* of rows */
+    int caches, rows;    /* rows of queries for each */
+    int queries;         /* of a length; the last of them sees all of it */
+    int heads, kv_heads; /* of rows */
     int64_t o_row, o_head, o_piece, lse_piece;
     int64_t q_row, q_head;
     int64_t k_cache, k_row, k_head, v_cache, v_row, v_head;
@@ -35,9 +35,9 @@ struct decode_args {
 };
 
 /* How many rows of its cache query `row` sees; may be negative. */
-__device__ __forceinline__ int seen_by(const decode_args &a, int64_t row)
+__device__ __forceinline__ int seen_by(const decode_args &a, int row)
 {
-    return a.lengths[row / a.queries] - (int)(a.queries - 1 - row % a.queries);
+    return a.lengths[row / a.queries] - (a.queries - 1 - row % a.queries);
 }
 
 struct span {
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(THREADS)
     extern __shared__ float shared[]; /* per group: dim values, then max, sum */
     int groups = THREADS / a.group, g = (int)threadIdx.x / a.group;
     int lane = (int)threadIdx.x % a.group, dim = a.dim, piece = (int)blockIdx.z;
-    int64_t row = blockIdx.x, h = blockIdx.y, cache = row / a.rows;
-    int64_t kv = h / (a.heads / a.kv_heads);
+    int row = (int)blockIdx.x, h = (int)blockIdx.y, cache = row / a.rows;
+    int kv = h / (a.heads / a.kv_heads);
     span keys = piece_of(a, max(seen_by(a, row), 0), piece);
     const T *kb = k + cache * a.k_cache + kv * a.k_head;
     const T *vb = v + cache * a.v_cache + kv * a.v_head;
@@ -221,18 +221,17 @@ __device__ __forceinline__ void copy_or_clear(uint32_t to, const void *from, boo
 /* A block's rows are (query, head of the group) in that order, from `first` on. */
 template <int DIM, int TILES> struct decode_block {
     const decode_args &a;
-    int64_t cache, kv, first;
-    int piece, per_query;
+    int cache, kv, first, piece, per_query;
 
     __device__ bool exists(int r) const
     {
         return first + r < a.rows * per_query;
     }
-    __device__ int64_t row(int r) const
+    __device__ int row(int r) const
     {
         return cache * a.rows + (first + r) / per_query;
     }
-    __device__ int64_t head(int r) const
+    __device__ int head(int r) const
     {
         return kv * per_query + (first + r) % per_query;
     }
@@ -390,14 +389,10 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
     constexpr int ROWS = shared::ROWS;
     auto *sh = (shared *)raw;
     int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-    int per_query = (int)(a.heads / a.kv_heads);
-    int64_t blocks = (a.rows * per_query + ROWS - 1) / ROWS, at = blockIdx.x / a.pieces;
-    decode_block<DIM, TILES> b = {a,
-                                  at / blocks,
-                                  blockIdx.y,
-                                  at % blocks * ROWS,
-                                  (int)(blockIdx.x % (unsigned)a.pieces),
-                                  per_query};
+    int per_query = a.heads / a.kv_heads, at = (int)blockIdx.x / a.pieces;
+    int blocks = (a.rows * per_query + ROWS - 1) / ROWS, piece = (int)blockIdx.x % a.pieces;
+    decode_block<DIM, TILES> b = {a,     at / blocks, (int)blockIdx.y, at % blocks * ROWS,
+                                  piece, per_query};
     int most = 0;
     for (int r = 0; r < ROWS; r++)
         most = max(most, b.seen(r, 0));
@@ -448,18 +443,18 @@ __global__ void __launch_bounds__(WARPS * 32, 2)
 
 /* ---- pieces ---- */
 
-/* a: where the pieces lie, f32; o, lse: where the result goes. Warps take pieces in turn.
- * grid: rows of all caches, heads */
+/* a: where the pieces lie, f32; to: where the result goes. Warps take pieces in turn, a lane has
+ * one of 32 columns. grid: rows of all caches, heads, columns */
 template <typename T>
-__global__ void __launch_bounds__(THREADS) join_pieces(const decode_args a, decode_args to)
+__global__ void __launch_bounds__(THREADS) join_pieces(const decode_args a, const decode_args to)
 {
     enum { JOINERS = THREADS / 32 };
-    __shared__ float share[MAX_PIECES], part[JOINERS][MAX_DIM], most[JOINERS];
-    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+    __shared__ float share[MAX_PIECES], part[JOINERS][32], most[JOINERS], sums[JOINERS];
+    int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, d = (int)blockIdx.z * 32 + lane;
     int64_t row = blockIdx.x, h = blockIdx.y;
     const float *lse = a.lse + row * a.heads + h;
-    const float *o = (const float *)a.o + row * a.o_row + h * a.o_head;
-    float top = -INFINITY;
+    const float *o = (const float *)a.o + row * a.o_row + h * a.o_head + d;
+    float top = -INFINITY, sum = 0, value = 0;
     for (int p = (int)threadIdx.x; p < a.pieces; p += THREADS) {
         share[p] = lse[p * a.lse_piece];
         top = fmaxf(top, share[p]);
@@ -472,28 +467,30 @@ __global__ void __launch_bounds__(THREADS) join_pieces(const decode_args a, deco
     for (int w = 0; w < JOINERS; w++)
         top = fmaxf(top, most[w]);
     bool any = top > -INFINITY;
-    for (int p = (int)threadIdx.x; p < a.pieces; p += THREADS)
+    for (int p = (int)threadIdx.x; p < a.pieces; p += THREADS) {
         share[p] = any ? expf(share[p] - top) : 0.0f;
+        sum += share[p];
+    }
+    sum = group_sum(sum, 32);
+    if (lane == 0)
+        sums[warp] = sum;
     __syncthreads();
-    for (int d = lane; d < a.dim; d += 32) {
-        float value = 0;
-#pragma unroll 4
+    if (d < a.dim)
+#pragma unroll 8
         for (int p = warp; p < a.pieces; p += JOINERS)
-            value += share[p] * o[p * a.o_piece + d];
-        part[warp][d] = value;
-    }
-    float total = 0;
-    for (int p = 0; p < a.pieces; p++)
-        total += share[p];
+            value += share[p] * o[p * a.o_piece];
+    part[warp][lane] = value;
     __syncthreads();
-    for (int d = (int)threadIdx.x; d < a.dim; d += THREADS) {
-        float value = 0;
-        for (int w = 0; w < JOINERS; w++)
-            value += part[w][d];
-        put<T>(to, row, h, 0, d, any ? value / total : 0.0f);
+    if (warp > 0 || d >= a.dim)
+        return;
+    sum = value = 0;
+    for (int w = 0; w < JOINERS; w++) {
+        value += part[w][lane];
+        sum += sums[w];
     }
-    if (threadIdx.x == 0)
-        put_lse(to, row, h, 0, any ? top + logf(total) : -INFINITY);
+    put<T>(to, row, h, 0, d, any ? value / sum : 0.0f);
+    if (d == 0)
+        put_lse(to, row, h, 0, any ? top + logf(sum) : -INFINITY);
 }
 
 /* ---- host ---- */
@@ -516,11 +513,12 @@ static decode_args args_of(ith_tensor o, ith_tensor lse, ith_tensor q, ith_tenso
 {
     decode_args a = {};
     bool shared = k.stride[0] == 0 && v.stride[0] == 0; /* all queries have one cache */
-    a.caches = shared ? 1 : k.shape[0];
-    a.rows = q.shape[0] / a.caches;
-    a.queries = q.shape[0] / k.shape[0];
-    a.heads = q.shape[1];
-    a.kv_heads = k.shape[2];
+    ITH_ASSERT(q.shape[0] * q.shape[1] <= INT32_MAX);
+    a.caches = shared ? 1 : (int)k.shape[0];
+    a.rows = (int)q.shape[0] / a.caches;
+    a.queries = (int)(q.shape[0] / k.shape[0]);
+    a.heads = (int)q.shape[1];
+    a.kv_heads = (int)k.shape[2];
     a.dim = (int)q.shape[2];
     a.pieces = 1;
     a.o_row = o.stride[0];
@@ -542,7 +540,7 @@ static decode_args args_of(ith_tensor o, ith_tensor lse, ith_tensor q, ith_tenso
 
 static decode_way fast_way(const decode_args *a, int64_t capacity)
 {
-    int64_t rows = a->rows * (a->heads / a->kv_heads);
+    int64_t rows = (int64_t)a->rows * (a->heads / a->kv_heads);
     decode_way w = {true, 0, 0, 0};
     w.tiles = rows <= 8 ? 1 : a->dim > 128 ? 2 : 4;
     w.blocks = a->caches * ith_div_ceil(rows, 8 * w.tiles);
@@ -552,7 +550,7 @@ static decode_way fast_way(const decode_args *a, int64_t capacity)
 
 static decode_way plain_way(const decode_args *a, int64_t capacity)
 {
-    decode_way w = {false, 0, a->caches * a->rows, 0};
+    decode_way w = {false, 0, (int64_t)a->caches * a->rows, 0};
     w.pieces = pieces_of(w.blocks * a->heads, 4 * ITH_CUDA_SMS, capacity);
     return w;
 }
@@ -635,7 +633,7 @@ ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor lse,
     a.pieces = (int)w.pieces;
     if (a.pieces > 1) {
         a.o_head = a.dim;
-        a.o_row = a.heads * a.o_head;
+        a.o_row = (int64_t)a.heads * a.o_head;
         a.o_piece = q.shape[0] * a.o_row;
         a.lse_piece = q.shape[0] * a.heads;
         a.o = ctx->scratch;
@@ -645,7 +643,7 @@ ith_status ith_cuda_attention_decode(ith_ctx *ctx, ith_tensor o, ith_tensor lse,
                  : run_plain(ctx, &a, q, k_cache, v_cache));
     if (a.pieces == 1)
         return ITH_OK;
-    dim3 grid((unsigned)q.shape[0], (unsigned)q.shape[1]);
+    dim3 grid((unsigned)q.shape[0], (unsigned)q.shape[1], (unsigned)ith_div_ceil(a.dim, 32));
     ITH_BY_TYPE(q.dtype, (join_pieces<T><<<grid, THREADS, 0, ith_cuda_stream(ctx)>>>(a, to)));
     return ITH_CUDA_LAUNCHED(ctx, q);
 }
