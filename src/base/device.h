@@ -39,6 +39,10 @@ typedef enum { ITH_QUEUE_COPIES, ITH_QUEUE_LINKS, ITH_QUEUE_UPDATES, ITH_QUEUES 
 struct ith_device {
     const char *name; /* "cpu", "cuda:0" */
     void *state;
+    /* Optional (NULL): what the calling thread does next is for this device. A process may have
+     * several, and threads that did not open it; called before every operator, and by the functions
+     * below themselves. */
+    void (*use)(ith_device *d);
     /* Memory aligned to 256 bytes, not zeroed. */
     ith_status (*alloc)(ith_device *d, int64_t bytes, void **out, ith_error *err);
     void (*free)(ith_device *d, void *ptr);

@@ -21,6 +21,8 @@ void ith_op_stamp(ith_ctx *ctx, const char *op, bool end);
         ITH_TRY(ith_scratch_begin(ctx, #op, bytes_, &mark_));                                      \
         ith_status status_ = ITH_OK;                                                               \
         if (!ith_ctx_counting(ctx)) {                                                              \
+            if (ctx->device->use)                                                                  \
+                ctx->device->use(ctx->device);                                                     \
             ith_op_stamp(ctx, #op, false);                                                         \
             status_ = ctx->backend->op.run(ctx, __VA_ARGS__);                                      \
             ith_op_stamp(ctx, #op, true);                                                          \

@@ -43,6 +43,10 @@ typedef struct {
     int64_t num_stamps, cap_stamps;
 } ith_cuda;
 
+/* Makes its GPU the one of the calling thread: launches, events and memory go to that one, whatever
+ * the stream says. */
+ith_cuda *ith_cuda_use(ith_cuda *cuda);
+
 /* Blocks that fill an H200 (132 multiprocessors) at full occupancy. A constant, not read off the
  * device: partial sums are counted by the plan, and the order of sums must not depend on it. */
 enum { ITH_CUDA_SMS = 132 };

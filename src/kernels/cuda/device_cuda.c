@@ -21,9 +21,23 @@ ith_status ith_cuda_check(ith_error *err, cudaError_t code, const char *what, it
 
 /* ---- device ---- */
 
+/* Asked first: asking is a look at the thread's context, setting more. */
+ith_cuda *ith_cuda_use(ith_cuda *cuda)
+{
+    int now = -1;
+    if (cudaGetDevice(&now) != cudaSuccess || now != cuda->index)
+        (void)cudaSetDevice(cuda->index);
+    return cuda;
+}
+
 static ith_cuda *cuda_of(ith_device *d)
 {
-    return d->state;
+    return ith_cuda_use(d->state);
+}
+
+static void cuda_use(ith_device *d)
+{
+    (void)cuda_of(d);
 }
 
 static ith_status check_bytes(ith_device *d, cudaError_t code, const char *what, int64_t bytes,
@@ -39,6 +53,7 @@ static ith_status cuda_memory(ith_device *d, int64_t *free_bytes, int64_t *total
                               ith_error *err)
 {
     size_t left = 0, total = 0;
+    cuda_use(d);
     ITH_TRY(check_bytes(d, cudaMemGetInfo(&left, &total), "free memory", 0, err));
     *free_bytes = (int64_t)left;
     *total_bytes = (int64_t)total;
@@ -52,6 +67,7 @@ static ith_status cuda_memory(ith_device *d, int64_t *free_bytes, int64_t *total
 static ith_status cuda_alloc(ith_device *d, int64_t bytes, void **out, ith_error *err)
 {
     void *ptr = NULL;
+    cuda_use(d);
     cudaError_t code = cudaMalloc(&ptr, (size_t)ith_round_up(ith_max_i64(bytes, 1), BLOCK_BYTES));
     if (code == cudaErrorMemoryAllocation) {
         int64_t left = 0, total = 0;
@@ -68,7 +84,7 @@ static ith_status cuda_alloc(ith_device *d, int64_t bytes, void **out, ith_error
 
 static void cuda_free(ith_device *d, void *ptr)
 {
-    (void)d;
+    cuda_use(d);
     (void)cudaFree(ptr);
 }
 
@@ -143,6 +159,7 @@ static ith_status cuda_alloc_host(ith_device *d, int64_t bytes, void **out, ith_
     (void)ith_pool_create(&pool, 0, NULL); /* without threads it is only slower */
     ith_pool_for(pool, all, TOUCH_BYTES, touch, base);
     ith_pool_destroy(pool);
+    cuda_use(d);
     cudaError_t code = cudaHostRegister(base, (size_t)all, cudaHostRegisterDefault);
     if (code != cudaSuccess) {
         munmap(base, (size_t)all);
@@ -155,7 +172,7 @@ static ith_status cuda_alloc_host(ith_device *d, int64_t bytes, void **out, ith_
 
 static void cuda_free_host(ith_device *d, void *ptr)
 {
-    (void)d;
+    cuda_use(d);
     char *base = (char *)ptr - HOST_PAGE;
     int64_t all = 0;
     memcpy(&all, base, sizeof all);
@@ -293,6 +310,7 @@ static void fill_device(ith_cuda *cuda)
 {
     ith_device real = {.name = cuda->name,
                        .state = cuda,
+                       .use = cuda_use,
                        .alloc = cuda_alloc,
                        .free = cuda_free,
                        .upload = cuda_upload,
@@ -411,7 +429,7 @@ static void close_queues(ith_cuda *cuda)
 static void close_cuda(ith_cuda *cuda)
 {
     if (cuda->stream)
-        (void)cudaStreamSynchronize(cuda->stream);
+        (void)cudaStreamSynchronize(ith_cuda_use(cuda)->stream);
     for (int q = 0; q < ITH_QUEUES; q++)
         if (cuda->queues[q].stream)
             (void)cudaStreamSynchronize(cuda->queues[q].stream);

@@ -79,7 +79,7 @@ static void *watch(void *arg)
     char why[256];
     uint32_t begun = 0;
     double since = ith_cuda_now_s();
-    (void)cudaSetDevice(g->cuda->index);
+    (void)ith_cuda_use(g->cuda);
     pthread_mutex_lock(&g->mutex);
     while (!g->closing) {
         struct timespec until;
@@ -100,7 +100,7 @@ static void *watch(void *arg)
 void ith_cuda_group_init(ith_cuda_group *g, ith_device *d, int64_t rank, int64_t size, bool beside,
                          double timeout_s, void (*lost)(void *, const char *), void *arg)
 {
-    g->cuda = d->state;
+    g->cuda = ith_cuda_use(d->state);
     g->rank = ith_narrow(rank);
     g->size = ith_narrow(size);
     g->timeout_s = timeout_s;
@@ -122,6 +122,7 @@ ith_status ith_cuda_group_watch(ith_cuda_group *g, ith_error *err)
 
 void ith_cuda_group_unwatch(ith_cuda_group *g)
 {
+    (void)ith_cuda_use(g->cuda);
     if (!g->watched)
         return;
     pthread_mutex_lock(&g->mutex);
@@ -153,7 +154,7 @@ static ith_status add_parts(ith_device *d, void *group, void *to, bool add, cons
 {
     const ith_cuda_group *g = group;
     ith_cuda_parts p = {to, own, parts, stride, n, g->rank, g->size, wide, add};
-    (void)d;
+    (void)ith_cuda_use(d->state);
     if (n > 0)
         ith_cuda_add_parts(g->stream, &p);
     return ith_cuda_link_check(cudaGetLastError(), "sum over ranks", err);

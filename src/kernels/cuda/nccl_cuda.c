@@ -82,7 +82,7 @@ static ith_status exchange(ith_device *d, void *group, const ith_exchange *x, it
 {
     nccl_group *g = group;
     int64_t moved = 0;
-    (void)d;
+    (void)ith_cuda_use(d->state);
     ITH_TRY(ith_cuda_copy_own(&g->group, x, err));
     for (int j = 0; j < g->group.size; j++)
         moved += j == g->group.rank ? 0 : x->send_bytes[j] + x->recv_bytes[j];

@@ -226,6 +226,7 @@ static ith_status exchange_within(peer_group *g, const ith_strided *send, const 
 {
     int rank = g->group.rank, size = g->group.size;
     uint32_t k = ++g->group.count;
+    (void)ith_cuda_use(g->group.cuda);
     seat *own = &g->seats[rank];
     for (int64_t i = 0; i < size * pieces; i++) {
         place *at = &own->places[k % 2][i / pieces][i % pieces];
