@@ -9,7 +9,7 @@
  * re-runs must give equal bits, dq is made by a kernel of its own that owns queries: 7 products. */
 #include "kernels/cuda/attention_stream.cuh"
 
-enum { QUERIES = 64, MULTIPROCESSORS = 132 };
+enum { QUERIES = 64, MULTIPROCESSORS = 132, NEAR = 4 };
 
 struct backward_args {
     CUtensorMap q, k, v, do_;
@@ -21,6 +21,7 @@ struct backward_args {
     float *parts;            /* [splits, key tiles, Hkv, {dk, dv}, D x 128], the same */
     int64_t padded;          /* queries, in whole tiles */
     int32_t queries, keys, q_heads, kv_heads, group, splits, dim, key_tiles, first_tile;
+    int32_t kv_near; /* kv heads whose blocks run at a time */
     float scale;
 };
 
@@ -38,11 +39,16 @@ template <int D> struct backward_layout {
     static constexpr uint32_t BYTES = BARS + 64;
 };
 
-/* lse in powers of two and delta = sum_d do*o: 16 lanes a row and head, 8 elements at a time. */
-__global__ void backward_stats(const __grid_constant__ backward_args a)
+/* lse in powers of two and delta = sum_d do*o: 16 lanes a row and head, 8 elements at a time.
+ * Clears dq in f32, if there is one, beside these reads: D columns a row and head. */
+template <int D> __global__ void backward_stats(const __grid_constant__ backward_args a)
 {
-    int64_t at = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 16;
-    int64_t t = at / a.q_heads, h = at - t * a.q_heads;
+    int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, at = thread / 16;
+    int32_t t = (int32_t)(at / a.q_heads), h = (int32_t)(at - (int64_t)t * a.q_heads);
+    if (at <= INT32_MAX) { /* a division in 64 bits takes a hundred instructions */
+        t = (int32_t)((uint32_t)at / (uint32_t)a.q_heads);
+        h = (int32_t)at - t * a.q_heads;
+    }
     bool live = t < a.queries;
     float sum = 0;
     for (int d = (int)threadIdx.x % 16 * 8; live && d < a.dim; d += 128) {
@@ -52,6 +58,12 @@ __global__ void backward_stats(const __grid_constant__ backward_args a)
 #pragma unroll
         for (int j = 0; j < 8; j++)
             sum += x[j] * y[j];
+    }
+    if (a.dq_sum && t < a.padded) { /* a warp at a time two rows of it in a row */
+        float4 *zeros = reinterpret_cast<float4 *>(a.dq_sum) + thread / 32 * (D / 2);
+#pragma unroll
+        for (int i = 0; i < D / 64; i++)
+            zeros[i * 32 + (int)threadIdx.x % 32] = {0, 0, 0, 0};
     }
     sum = group_sum(sum, 16);
     if (threadIdx.x % 16 == 0 && t < a.padded) {
@@ -129,17 +141,20 @@ __device__ __forceinline__ void stream_queries(const backward_args &a, uint32_t 
         stream_step<at>(a, base, step_at(w, i, w.total(), head0), i, q_full, g_full, empty);
 }
 
-/* What a block owns: a tile of keys of a kv head, for some of the head's query heads. The heavy
- * ones first: all heads of a tile, then the next tile. */
+/* What a block owns: a tile of keys of a kv head, for some of the head's query heads. A few heads
+ * at a time, so that what the running blocks share, dq in f32 above all, stays in the L2 cache;
+ * among these the heavy blocks first: all heads of a tile, then the next tile. */
 struct backward_block {
     int32_t tile, kv, split, head0, heads;
 };
 
 __device__ __forceinline__ backward_block block_of(const backward_args &a)
 {
-    int32_t each = a.kv_heads * a.splits, tile = (int32_t)blockIdx.x / each;
-    int32_t rest = (int32_t)blockIdx.x - tile * each, kv = rest / a.splits;
+    int32_t near = a.kv_near, each = near * a.splits, turn = each * a.key_tiles;
+    int32_t first = (int32_t)blockIdx.x / turn, at = (int32_t)blockIdx.x - first * turn;
+    int32_t tile = at / each, rest = at - tile * each, kv = rest / a.splits;
     int32_t split = rest - kv * a.splits, heads = a.group / a.splits;
+    kv += first * near;
     tile += a.first_tile;
     tile -= tile < a.key_tiles ? 0 : a.key_tiles;
     return {tile, kv, split, kv * a.group + split * heads, heads};
@@ -725,10 +740,7 @@ template <int D> static ith_status run_backward(ith_ctx *ctx, const backward_arg
         kernel = adds ? stream_backward<D, true> : stream_backward<D, false>;
         bytes = backward_layout<D>::BYTES + 1024;
     }
-    backward_stats<<<(unsigned)ith_div_ceil(lanes, 256), 256, 0, stream>>>(a);
-    if (adds)
-        ITH_CUDA_TRY(
-            ctx, cudaMemsetAsync(a.dq_sum, 0, (size_t)(a.padded * a.q_heads * D * 4), stream), q);
+    backward_stats<D><<<(unsigned)ith_div_ceil(lanes, 256), 256, 0, stream>>>(a);
     ITH_CUDA_TRY(
         ctx, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), q);
     if (a.keys > 0)
@@ -774,6 +786,7 @@ ith_status ith_attention_stream_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor
     a.key_tiles = (int32_t)ith_div_ceil(a.keys, keys_of(d));
     a.first_tile = a.mask.noisy ? a.key_tiles / 2 : 0;
     a.splits = splits_of(q, k, seqs);
+    a.kv_near = a.kv_heads % NEAR == 0 ? NEAR : a.kv_heads;
     a.scale = scale;
     a.lse_log2 = (float *)ith_carve_take(scratch, a.padded * heads * 4);
     a.delta = (float *)ith_carve_take(scratch, a.padded * heads * 4);
