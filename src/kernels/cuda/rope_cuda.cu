@@ -9,7 +9,9 @@
  * summed as rmsnorm does: in registers, over the block's groups, over blocks, in order. */
 #include "kernels/cuda/common.cuh"
 
-enum { THREADS = 128, MAX_DIM = 512, BLOCKS = ITH_CUDA_SMS * 4 };
+enum { THREADS = 128, MAX_DIM = 512, PER_SM = 4, BLOCKS = ITH_CUDA_SMS * PER_SM };
+/* The plain form: bf16 heads of 128, 8 lanes with 8 elements of each half, two heads a lane. */
+enum { PLAIN_GROUP = 8, PLAIN_N = 8, PLAIN_STEPS = 2 };
 
 /* q or k; strides in elements. */
 struct part {
@@ -33,15 +35,30 @@ struct rope_args {
     float eps, w_offset;
 };
 
+/* Lanes per head vector. GROUP > 0: that many, known beforehand, and with them that each lane has
+ * one pair, which is rotated, weights without offset, one position a token and heads for every lane
+ * (is_plain). */
+template <int GROUP> __device__ __forceinline__ int group_of(const rope_args &a)
+{
+    return GROUP ? GROUP : a.group;
+}
+
+template <int GROUP> __device__ __forceinline__ bool has_w(const part &p)
+{
+    return GROUP || p.w;
+}
+
 /* Places of a lane's pair j of pieces. */
 struct pair {
     int lo, hi;
     bool live, both, rotated;
 };
 
-template <int N> __device__ __forceinline__ pair pair_at(const rope_args &a, int j)
+template <int N, int GROUP> __device__ __forceinline__ pair pair_at(const rope_args &a, int j)
 {
     pair p;
+    if constexpr (GROUP > 0)
+        return {j * N, (j + GROUP) * N, true, true, true};
     p.lo = j * N;
     p.rotated = p.lo < a.half;
     p.hi = p.lo + a.half;
@@ -66,23 +83,23 @@ template <typename T, int N> __device__ __forceinline__ vec<T, N> read(const T *
 
 /* cos and sin of a pair at token t. With three axes each frequency has its own row; otherwise it is
  * p0. */
-template <typename T, int N>
+template <typename T, int N, int GROUP>
 __device__ __forceinline__ void read_turn(turn<T, N> &at, const rope_args &a, const pair &p,
                                           uint32_t t, int32_t p0)
 {
     const T *cos = (const T *)a.cos, *sin = (const T *)a.sin;
     if (!p.rotated)
         return;
-    if (a.axis_stride == 0) {
+    if (GROUP || a.axis_stride == 0) {
         at.c = read<T, N>(cos + p0 * a.cos_row + p.lo);
         at.s = read<T, N>(sin + p0 * a.sin_row + p.lo);
-        return;
-    }
+    } else {
 #pragma unroll
-    for (int j = 0; j < N; j++) {
-        int64_t row = a.ids[(p.lo + j) % 3 * a.axis_stride + t];
-        at.c.v[j] = cos[row * a.cos_row + p.lo + j];
-        at.s.v[j] = sin[row * a.sin_row + p.lo + j];
+        for (int j = 0; j < N; j++) {
+            int64_t row = a.ids[(p.lo + j) % 3 * a.axis_stride + t];
+            at.c.v[j] = cos[row * a.cos_row + p.lo + j];
+            at.s.v[j] = sin[row * a.sin_row + p.lo + j];
+        }
     }
 }
 
@@ -140,14 +157,15 @@ struct share {
     bool live;
 };
 
-template <int STEPS>
+template <int STEPS, int GROUP>
 __device__ __forceinline__ share share_at(const rope_args &a, const part &p, uint32_t at)
 {
-    uint32_t t = at / p.chunks, per_step = 32 / (uint32_t)a.group;
+    uint32_t group = (uint32_t)group_of<GROUP>(a), per_step = 32 / group;
+    uint32_t t = GROUP && p.chunks == 1 ? at : at / p.chunks;
     share s;
     s.live = t < a.tokens;
     s.t = s.live ? t : 0;
-    s.head = (at - t * p.chunks) * STEPS * per_step + threadIdx.x % 32 / (uint32_t)a.group;
+    s.head = (at - t * p.chunks) * STEPS * per_step + threadIdx.x % 32 / group;
     return s;
 }
 
@@ -155,6 +173,7 @@ __device__ __forceinline__ share share_at(const rope_args &a, const part &p, uin
 template <typename T, int N, int ITEMS, int STEPS>
 __global__ void __launch_bounds__(THREADS) rope_forward(const __grid_constant__ rope_args a)
 {
+    constexpr int GROUP = 0;
     const part &p = a.parts[blockIdx.y];
     uint32_t t = blockIdx.x * (THREADS / 32) + threadIdx.x / 32;
     if (t >= a.tokens)
@@ -171,8 +190,8 @@ __global__ void __launch_bounds__(THREADS) rope_forward(const __grid_constant__ 
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
         turn<T, N> at = {};
-        d[i] = pair_at<N>(a, i * a.group + lane);
-        read_turn<T, N>(at, a, d[i], t, p0);
+        d[i] = pair_at<N, GROUP>(a, i * a.group + lane);
+        read_turn<T, N, GROUP>(at, a, d[i], t, p0);
 #pragma unroll
         for (int j = 0; j < N; j++) {
             turns[i].c.v[j] = d[i].rotated ? to_f32(at.c.v[j]) : 1.0f;
@@ -240,6 +259,63 @@ __global__ void __launch_bounds__(THREADS) rope_forward(const __grid_constant__ 
     }
 }
 
+/* The same for a plain form: a warp takes a share of a part, whose heads are on their way before
+ * anything waits for the angles. Nothing is read after the first write. */
+template <typename T, int N, int STEPS, int GROUP>
+__global__ void __launch_bounds__(THREADS, 2 * PER_SM)
+    rope_forward_plain(const __grid_constant__ rope_args a)
+{
+    const part &p = a.parts[blockIdx.x >= a.parts[1].first_block];
+    share at = share_at<STEPS, GROUP>(
+        a, p, (blockIdx.x - p.first_block) * (THREADS / 32) + threadIdx.x / 32);
+    if (!at.live)
+        return; /* a whole warp */
+    constexpr uint32_t STRIDE = 32 / GROUP;
+    int lane = (int)threadIdx.x % GROUP;
+    int32_t p0 = a.ids[at.t];
+    const T *x = (const T *)p.x + at.t * p.x_row + at.head * p.x_head + lane * N;
+    T *out = (T *)p.out + at.t * p.out_row + at.head * p.out_head + lane * N;
+    vec<T, N> lo[STEPS], hi[STEPS];
+#pragma unroll
+    for (int h = 0; h < STEPS; h++) {
+        lo[h] = read<T, N>(x + h * STRIDE * p.x_head);
+        hi[h] = read<T, N>(x + h * STRIDE * p.x_head + GROUP * N);
+    }
+    vec<T, N> w_lo = read<T, N>((const T *)p.w + lane * N);
+    vec<T, N> w_hi = read<T, N>((const T *)p.w + (lane + GROUP) * N);
+    turn<T, N> angle;
+    read_turn<T, N, GROUP>(angle, a, pair_at<N, GROUP>(a, lane), at.t, p0);
+    float squares[STEPS] = {};
+#pragma unroll
+    for (int h = 0; h < STEPS; h++)
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            float l = to_f32(lo[h].v[j]), u = to_f32(hi[h].v[j]);
+            squares[h] += l * l + u * u;
+        }
+#pragma unroll
+    for (int o = GROUP / 2; o > 0; o >>= 1)
+#pragma unroll
+        for (int h = 0; h < STEPS; h++)
+            squares[h] += __shfl_xor_sync(0xffffffffu, squares[h], o);
+    turn<float, N> turns;
+    unpack<T, N>(turns.c.v, angle.c);
+    unpack<T, N>(turns.s.v, angle.s);
+#pragma unroll
+    for (int h = 0; h < STEPS; h++) {
+        float r = rsqrtf(squares[h] * (1.0f / (2 * GROUP * N)) + a.eps), l[N], u[N];
+        if (lane == 0)
+            p.rstd[at.t * (int64_t)p.heads + at.head + h * STRIDE] = r;
+        unpack<T, N>(l, lo[h]);
+        unpack<T, N>(u, hi[h]);
+        normalize<T, N>(l, r, w_lo, 0.0f);
+        normalize<T, N>(u, r, w_hi, 0.0f);
+        rotate<float, N, false>(l, u, turns);
+        store_f32<T, N>(out + h * STRIDE * p.out_head, l);
+        store_f32<T, N>(out + h * STRIDE * p.out_head + GROUP * N, u);
+    }
+}
+
 /* ---- backward ---- */
 
 /* A lane's places in shared memory: gradient and input of its pairs, low and high. */
@@ -257,53 +333,53 @@ template <typename T, int N, int ITEMS, int STEPS> struct ahead {
     float r[STEPS];
 };
 
-template <typename T, int N, int ITEMS, int STEPS>
+template <typename T, int N, int ITEMS, int STEPS, int GROUP>
 __device__ __forceinline__ void fetch(vec<T, N> *to, ahead<T, N, ITEMS, STEPS> &next,
                                       const rope_args &a, const part &p, const share &at,
                                       int32_t p0)
 {
-    int lane = (int)threadIdx.x % a.group;
-    uint32_t stride = 32 / (uint32_t)a.group;
+    int lane = (int)threadIdx.x % group_of<GROUP>(a);
+    uint32_t stride = 32 / (uint32_t)group_of<GROUP>(a);
     const T *in = (const T *)p.in + at.t * p.in_row, *x = (const T *)p.x + at.t * p.x_row;
     if (!at.live)
         return;
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        pair d = pair_at<N>(a, i * a.group + lane);
+        pair d = pair_at<N, GROUP>(a, i * a.group + lane);
 #pragma unroll
         for (int h = 0; h < STEPS; h++) {
             uint32_t head = at.head + h * stride;
             const T *g_from = in + head * p.in_head, *x_from = x + head * p.x_head;
-            bool lo = d.live && head < p.heads, hi = d.both && head < p.heads;
+            bool lo = d.live && (GROUP || head < p.heads), hi = d.both && (GROUP || head < p.heads);
             if (lo)
                 copy_ahead(place<T, N>(to, h * ITEMS + i, G_LO), g_from + d.lo);
             if (hi)
                 copy_ahead(place<T, N>(to, h * ITEMS + i, G_HI), g_from + d.hi);
-            if (lo && p.w)
+            if (lo && has_w<GROUP>(p))
                 copy_ahead(place<T, N>(to, h * ITEMS + i, X_LO), x_from + d.lo);
-            if (hi && p.w)
+            if (hi && has_w<GROUP>(p))
                 copy_ahead(place<T, N>(to, h * ITEMS + i, X_HI), x_from + d.hi);
         }
-        read_turn<T, N>(next.turns[i], a, d, at.t, p0);
+        read_turn<T, N, GROUP>(next.turns[i], a, d, at.t, p0);
     }
 #pragma unroll
     for (int h = 0; h < STEPS; h++)
-        if (p.w && at.head + h * stride < p.heads)
+        if (has_w<GROUP>(p) && (GROUP || at.head + h * stride < p.heads))
             next.r[h] = p.rstd[at.t * (int64_t)p.heads + at.head + h * stride];
 }
 
 /* partial[block][d]: the sums of the block's groups, joined in order. */
-template <int N, int ITEMS>
+template <int N, int ITEMS, int GROUP>
 __device__ __forceinline__ void join_groups(const rope_args &a, float *shared,
                                             const float (&lo)[ITEMS][N],
                                             const float (&hi)[ITEMS][N])
 {
-    int lane = (int)threadIdx.x % a.group, groups = THREADS / a.group;
-    float *own = shared + threadIdx.x / a.group * a.dim;
+    int lane = (int)threadIdx.x % group_of<GROUP>(a), groups = THREADS / group_of<GROUP>(a);
+    float *own = shared + threadIdx.x / group_of<GROUP>(a) * a.dim;
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        pair d = pair_at<N>(a, i * a.group + lane);
+        pair d = pair_at<N, GROUP>(a, i * a.group + lane);
         if (d.live)
             store_f32<float, N>(own + d.lo, lo[i]);
         if (d.both)
@@ -333,15 +409,16 @@ __device__ __forceinline__ void weigh(float (&g)[N], float (&dw)[N], float &dot,
     }
 }
 
-template <typename T, int N, int ITEMS, int STEPS>
-__global__ void __launch_bounds__(THREADS, 4) rope_backward(const __grid_constant__ rope_args a)
+template <typename T, int N, int ITEMS, int STEPS, int GROUP>
+__global__ void __launch_bounds__(THREADS, PER_SM)
+    rope_backward(const __grid_constant__ rope_args a)
 {
     extern __shared__ __align__(32) char shared[];
     constexpr int PLACES = STEPS * ITEMS * OPERANDS * THREADS;
     vec<T, N> *buffers = reinterpret_cast<vec<T, N> *>(shared);
     const part &p = a.parts[blockIdx.x >= a.parts[1].first_block];
-    int lane = (int)threadIdx.x % a.group;
-    uint32_t stride = 32 / (uint32_t)a.group, step = p.blocks * (THREADS / 32);
+    int lane = (int)threadIdx.x % group_of<GROUP>(a);
+    uint32_t stride = 32 / (uint32_t)group_of<GROUP>(a), step = p.blocks * (THREADS / 32);
     uint32_t n = (blockIdx.x - p.first_block) * (THREADS / 32) + threadIdx.x / 32;
     float dw_lo[ITEMS][N] = {}, dw_hi[ITEMS][N] = {};
     vec<T, N> w_lo[ITEMS] = {}, w_hi[ITEMS] = {};
@@ -351,22 +428,22 @@ __global__ void __launch_bounds__(THREADS, 4) rope_backward(const __grid_constan
         buffers[i * THREADS + threadIdx.x] = {};
 #pragma unroll
     for (int i = 0; i < ITEMS; i++) {
-        d[i] = pair_at<N>(a, i * a.group + lane);
-        if (p.w && d[i].live)
+        d[i] = pair_at<N, GROUP>(a, i * a.group + lane);
+        if (has_w<GROUP>(p) && d[i].live)
             w_lo[i] = read<T, N>((const T *)p.w + d[i].lo);
-        if (p.w && d[i].both)
+        if (has_w<GROUP>(p) && d[i].both)
             w_hi[i] = read<T, N>((const T *)p.w + d[i].hi);
     }
     ahead<T, N, ITEMS, STEPS> next = {};
-    share at = share_at<STEPS>(a, p, n), after = share_at<STEPS>(a, p, n += step);
-    fetch<T, N, ITEMS, STEPS>(buffers, next, a, p, at, a.ids[at.t]);
+    share at = share_at<STEPS, GROUP>(a, p, n), after = share_at<STEPS, GROUP>(a, p, n += step);
+    fetch<T, N, ITEMS, STEPS, GROUP>(buffers, next, a, p, at, a.ids[at.t]);
     copies_end();
     int32_t p_after = a.ids[after.t];
     for (int side = 0; at.live; side ^= 1) { /* a warp stays together for the shuffles */
         vec<T, N> *now_at = buffers + side * PLACES;
         ahead<T, N, ITEMS, STEPS> now = next;
-        share later = share_at<STEPS>(a, p, n += step);
-        fetch<T, N, ITEMS, STEPS>(buffers + (1 - side) * PLACES, next, a, p, after, p_after);
+        share later = share_at<STEPS, GROUP>(a, p, n += step);
+        fetch<T, N, ITEMS, STEPS, GROUP>(buffers + (1 - side) * PLACES, next, a, p, after, p_after);
         copies_end();
         p_after = a.ids[later.t]; /* the angles' addresses wait for it */
         copies_wait<1>();
@@ -379,14 +456,14 @@ __global__ void __launch_bounds__(THREADS, 4) rope_backward(const __grid_constan
                 unpack<T, N>(hi[h][i], *place<T, N>(now_at, h * ITEMS + i, G_HI));
                 if (d[i].rotated)
                     rotate<T, N, true>(lo[h][i], hi[h][i], now.turns[i]);
-                if (!p.w || at.head + h * stride >= p.heads)
+                if (!has_w<GROUP>(p) || (!GROUP && at.head + h * stride >= p.heads))
                     continue;
                 weigh<T, N>(lo[h][i], dw_lo[i], dot[h], *place<T, N>(now_at, h * ITEMS + i, X_LO),
-                            w_lo[i], now.r[h], a.w_offset);
+                            w_lo[i], now.r[h], GROUP ? 0.0f : a.w_offset);
                 weigh<T, N>(hi[h][i], dw_hi[i], dot[h], *place<T, N>(now_at, h * ITEMS + i, X_HI),
-                            w_hi[i], now.r[h], a.w_offset);
+                            w_hi[i], now.r[h], GROUP ? 0.0f : a.w_offset);
             }
-        for (int o = a.group / 2; p.w && o > 0; o >>= 1)
+        for (int o = group_of<GROUP>(a) / 2; has_w<GROUP>(p) && o > 0; o >>= 1)
 #pragma unroll
             for (int h = 0; h < STEPS; h++)
                 dot[h] += __shfl_xor_sync(0xffffffffu, dot[h], o);
@@ -395,11 +472,11 @@ __global__ void __launch_bounds__(THREADS, 4) rope_backward(const __grid_constan
             uint32_t head = at.head + h * stride;
             float r = now.r[h], back = dot[h] * inv_dim * r * r;
             T *to = (T *)p.out + at.t * p.out_row + head * p.out_head;
-            if (head >= p.heads)
+            if (!GROUP && head >= p.heads)
                 continue;
 #pragma unroll
             for (int i = 0; i < ITEMS; i++) {
-                if (p.w) {
+                if (has_w<GROUP>(p)) {
                     vec<T, N> x_lo = *place<T, N>(now_at, h * ITEMS + i, X_LO);
                     vec<T, N> x_hi = *place<T, N>(now_at, h * ITEMS + i, X_HI);
 #pragma unroll
@@ -419,7 +496,7 @@ __global__ void __launch_bounds__(THREADS, 4) rope_backward(const __grid_constan
     }
     copies_wait();
     if (a.partial)
-        join_groups<N, ITEMS>(a, reinterpret_cast<float *>(shared), dw_lo, dw_hi);
+        join_groups<N, ITEMS, GROUP>(a, reinterpret_cast<float *>(shared), dw_lo, dw_hi);
 }
 
 /* ---- launches ---- */
@@ -486,6 +563,15 @@ static unsigned share_blocks(rope_args *a, int steps, int64_t most)
     return first;
 }
 
+/* Whether the plain form holds. */
+static bool is_plain(const rope_args *a)
+{
+    enum { SHARE = PLAIN_STEPS * 32 / PLAIN_GROUP };
+    return a->group == PLAIN_GROUP && a->half == PLAIN_GROUP * PLAIN_N && a->dim == 2 * a->half &&
+           a->axis_stride == 0 && a->w_offset == 0 && a->parts[0].w && a->parts[1].w &&
+           a->parts[0].heads % SHARE == 0 && a->parts[1].heads % SHARE == 0;
+}
+
 /* Pieces of 16 bytes when everything lies so, and no piece straddles a rotation's end. */
 static bool is_wide(const ith_tensor *t, int count)
 {
@@ -531,6 +617,12 @@ static ith_status qk_norm_rope_forward(ith_ctx *ctx, ith_tensor q_out, ith_tenso
     dim3 grid((unsigned)ith_div_ceil(a.tokens, THREADS / 32), 2);
 #define LAUNCH(T, N, ITEMS, STEPS)                                                                 \
     rope_forward<T, N, ITEMS, STEPS><<<grid, THREADS, 0, ith_cuda_stream(ctx)>>>(a)
+    if (q.dtype == ITH_BF16 && wide && is_plain(&a)) {
+        unsigned blocks = share_blocks(&a, PLAIN_STEPS, INT32_MAX);
+        rope_forward_plain<bf16, PLAIN_N, PLAIN_STEPS, PLAIN_GROUP>
+            <<<blocks, THREADS, 0, ith_cuda_stream(ctx)>>>(a);
+        return ITH_CUDA_LAUNCHED(ctx, q);
+    }
     BY_FORM(q.dtype, wide, LAUNCH);
 #undef LAUNCH
     return ITH_CUDA_LAUNCHED(ctx, q);
@@ -567,14 +659,20 @@ static ith_status qk_norm_rope_backward(ith_ctx *ctx, ith_tensor dq, ith_tensor 
                 sin, position_ids, wide ? 16 / (int)ith_dtype_bytes(q.dtype) : 1);
     a.w_offset = w_offset;
     a.partial = is_absent(dq_w) || is_absent(q_w) ? NULL : (float *)ctx->scratch;
-#define LAUNCH(T, N, ITEMS, STEPS)                                                                 \
+#define LAUNCH_FOR(T, N, ITEMS, STEPS, GROUP)                                                      \
     do {                                                                                           \
         unsigned blocks = share_blocks(&a, STEPS, BLOCKS);                                         \
         size_t shared = 2 * STEPS * ITEMS * OPERANDS * THREADS * sizeof(vec<T, N>);                \
-        rope_backward<T, N, ITEMS, STEPS><<<blocks, THREADS, shared, ith_cuda_stream(ctx)>>>(a);   \
+        rope_backward<T, N, ITEMS, STEPS, GROUP>                                                   \
+            <<<blocks, THREADS, shared, ith_cuda_stream(ctx)>>>(a);                                \
     } while (0)
-    BY_FORM(q.dtype, wide, LAUNCH);
+#define LAUNCH(T, N, ITEMS, STEPS) LAUNCH_FOR(T, N, ITEMS, STEPS, 0)
+    if (q.dtype == ITH_BF16 && wide && is_plain(&a))
+        LAUNCH_FOR(bf16, PLAIN_N, 1, PLAIN_STEPS, PLAIN_GROUP);
+    else
+        BY_FORM(q.dtype, wide, LAUNCH);
 #undef LAUNCH
+#undef LAUNCH_FOR
     if (a.partial) {
         const part *p = a.parts;
         ith_columns sums[2] = {
