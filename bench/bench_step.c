@@ -386,7 +386,7 @@ int main(int argc, char **argv)
            (long long)step->layers_keep_input,
            (long long)(hf.num_hidden_layers - step->layers_keep_all - step->layers_keep_attention -
                        step->layers_keep_input),
-           (long long)step->chunk_rows, now_s() - t0);
+           (long long)step->config.chunk_rows, now_s() - t0);
     if (o.plan)
         return 0;
     fill_weights(model, ctx, model->w);

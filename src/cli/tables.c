@@ -86,5 +86,5 @@ void ith_memory_table(const ith_trainer *t, ith_buf *out)
     for (int i = 0, n = 0; i < 4; i++)
         if (kept[i])
             ith_buf_printf(out, "%s %lld keep %s", n++ ? "," : "", (long long)kept[i], what[i]);
-    ith_buf_printf(out, "; head in chunks of %lld rows", (long long)s->chunk_rows);
+    ith_buf_printf(out, "; head in chunks of %lld rows", (long long)s->config.chunk_rows);
 }

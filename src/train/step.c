@@ -10,9 +10,12 @@
 typedef ith_tensor T;
 
 /* Rows of logits at a time, where none are asked for. Every chunk reads and writes the gradient of
- * the head once: a GPU takes the larger one where there is room. */
+ * the head once, so a GPU takes more of them; beside long sequences that counts for little, and
+ * memory for much. Chosen from the shape alone, never from what is free: sums over chunks have
+ * other last bits. */
 #define CHUNK_ROWS 2048
 #define LARGE_CHUNK_ROWS 4096
+#define LARGE_CHUNK_MOST_TOKENS 65536
 /* Rows of a dense MLP at a time: enough for full speed, little memory beside long sequences. */
 #define MLP_TILE_ROWS 16384
 #define GIB ((double)(1 << 30))
@@ -136,8 +139,8 @@ static ith_status walk_micro(ith_step *s, bool training)
                              m->config->hidden_size, 1, 1, &dhidden));
     ITH_TRY(m->family->forward(m, ctx, &s->batch, training, hidden));
     ITH_TRY(ith_model_settle_all(m, ctx)); /* head and final norm */
-    ITH_TRY(ith_chunk_loss(m, ctx, &s->batch, s->chunk_rows, &s->confidence, dhidden, s->loss_sum,
-                           s->row_loss, hidden));
+    ITH_TRY(ith_chunk_loss(m, ctx, &s->batch, s->config.chunk_rows, &s->confidence, dhidden,
+                           s->loss_sum, s->row_loss, hidden));
     if (m->expert_fraction.ndim && speaks_for_group(m->mesh))
         ITH_TRY(ith_dot_accumulate(ctx, s->balance_sum, m->expert_fraction, m->expert_mean_prob));
     if (training)
@@ -464,7 +467,6 @@ static ith_status bytes_for_tokens(ith_step *s, int64_t tokens, ith_keep keep, i
 ith_status ith_step_longest(const ith_step *step, int64_t limit, ith_keep keep, int64_t *out)
 {
     ith_step s = *step;
-    s.chunk_rows = s.config.chunk_rows > 0 ? s.config.chunk_rows : CHUNK_ROWS;
     int64_t positions = s.model->max_positions, low = 0, high = MAX_TOKENS, bytes = 0;
     while (low < high) {
         int64_t mid = low + (high - low + 1) / 2;
@@ -500,44 +502,17 @@ static ith_status refuse_too_large(ith_step *s, int64_t limit)
                     (double)limit / GIB, (long long)longest);
 }
 
-static keep_counts chosen_keep(const ith_step *s)
-{
-    keep_counts n = {s->layers_keep_all, s->layers_keep_attention, s->layers_keep_input, 0};
-    for (int64_t l = 0; l < s->model->config->num_hidden_layers; l++)
-        n.normed += s->model->keep_normed[l];
-    return n;
-}
-
-static void set_chunk(ith_step *s, int64_t rows)
-{
-    s->chunk_rows = ith_min_i64(rows, ith_max_i64(s->config.max_labels, 1));
-}
-
-/* Where all layers keep all there is, and room is left. */
-static ith_status choose_chunk(ith_step *s, int64_t limit)
-{
-    keep_counts n = chosen_keep(s);
-    int64_t bytes = 0;
-    if (s->config.chunk_rows > 0 || s->ctx->device == ith_device_cpu() ||
-        n.all < s->model->config->num_hidden_layers)
-        return ITH_OK;
-    set_chunk(s, LARGE_CHUNK_ROWS);
-    ITH_TRY(bytes_of(s, n, &bytes));
-    if (bytes <= limit)
-        return ITH_OK;
-    set_chunk(s, CHUNK_ROWS);
-    return bytes_of(s, n, &bytes);
-}
-
 /* Where there is room beside what layers keep, micro-batches add to whole gradients, which are then
  * exchanged once a step and not by each of them. */
 static ith_status choose_gradients(ith_step *s, int64_t limit)
 {
     ith_model *m = s->model;
-    keep_counts n = chosen_keep(s);
+    keep_counts n = {s->layers_keep_all, s->layers_keep_attention, s->layers_keep_input, 0};
     int64_t bytes = 0;
     if (!s->config.accumulates || m->zero_stage != 2)
         return ITH_OK;
+    for (int64_t l = 0; l < m->config->num_hidden_layers; l++)
+        n.normed += m->keep_normed[l];
     m->zero_stage = 1;
     ITH_TRY(bytes_of(s, n, &bytes));
     if (bytes <= limit)
@@ -555,7 +530,6 @@ static ith_status plan_step(ith_step *s, bool plan_only)
     else
         ITH_TRY(choose_keep(s, limit));
     ITH_TRY(choose_gradients(s, limit));
-    ITH_TRY(choose_chunk(s, limit));
     int64_t total = ith_plan_total(s->ctx->plan);
     ITH_TRY(ith_mesh_max(s->config.mesh, &total, s->ctx->err));
     return plan_only || total <= limit ? ITH_OK : refuse_too_large(s, limit);
@@ -619,6 +593,13 @@ static ith_status list_blocks(ith_step *s)
     return ITH_OK;
 }
 
+static int64_t default_chunk_rows(const ith_step *s)
+{
+    bool large =
+        s->ctx->device != ith_device_cpu() && s->config.max_tokens <= LARGE_CHUNK_MOST_TOKENS;
+    return large ? LARGE_CHUNK_ROWS : CHUNK_ROWS;
+}
+
 ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
                            const ith_step_config *config, bool plan_only)
 {
@@ -636,7 +617,9 @@ ith_status ith_step_create(ith_step **out, ith_model *model, ith_ctx *ctx,
         s->alone = ith_mesh_alone(config->mesh);
     set_whole(s, false);
     model->mlp_tile = MLP_TILE_ROWS;
-    set_chunk(s, config->chunk_rows > 0 ? config->chunk_rows : CHUNK_ROWS);
+    if (s->config.chunk_rows <= 0)
+        s->config.chunk_rows = default_chunk_rows(s);
+    s->config.chunk_rows = ith_min_i64(s->config.chunk_rows, ith_max_i64(config->max_labels, 1));
     model->passes_states = s->passes_states = passes_states(s);
     ITH_ASSERT(config->max_whole_tokens <= slice_tokens(&s->config));
     ITH_TRY_OUT(ith_mesh_agree(

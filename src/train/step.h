@@ -62,7 +62,6 @@ typedef struct ith_step {
     ith_step_config config;
     /* what the plan chose, from the last layer down; the rest keeps its input on the host */
     int64_t layers_keep_all, layers_keep_attention, layers_keep_input;
-    int64_t chunk_rows; /* of logits at a time */
     ith_mesh alone;     /* of micro-batches of one rank */
     bool passes_states; /* the model does, where ranks share a sequence */
     ith_shard shard;
